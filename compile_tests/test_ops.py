@@ -1,0 +1,64 @@
+"""What registration promises, op by op: lint, pinned schemas, opcheck, and one fullgraph Inductor run a sample."""
+
+import dataclasses
+
+import pytest
+import torch
+from harness import clone, named, poisoned_outputs, raw
+
+from torch_replay.ops.registry import OPS, lint
+from torch_replay.ops.samples import samples
+
+SAMPLES = samples()
+FLOAT8 = [sample for sample in SAMPLES if "fp8" in sample.id]
+
+
+def test_every_op_has_samples():
+    """Each registered op stands in the sample table, and nothing else does."""
+    assert {sample.op for sample in SAMPLES} == set(OPS)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_lint(op):
+    """Fake present, SymInt for counts, no string, no infinite default, no Tensor[] from a mutating op, a docstring."""
+    assert lint(OPS[op]) == []
+
+
+def test_lint_finds_faults():
+    """Negative control: a string argument, a count that is not a SymInt, no docstring: each draws its complaint."""
+    library = torch.library.Library("torch_replay_lint_control", "DEF")
+    library.define("control(Tensor(a!) x, str layer, int count) -> Tensor[]")
+    overload = torch.ops.torch_replay_lint_control.control.default
+    op = dataclasses.replace(OPS["mamba2_update"], name="control", body=lambda: None, mutates=(), overload=overload)
+    complaints = " | ".join(lint(op))
+    for fault in ("layer is a string", "count is int", "no docstring", "no fake", "no CPU kernel", "disagree", "returns Tensor[]"):
+        assert fault in complaints
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=str)
+def test_opcheck(sample):
+    """Schema (except for float8, which test_schema cannot compare), fake, and AOT dispatch with dynamic shapes."""
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    args, kwargs = sample.make()
+    torch.library.opcheck(OPS[sample.op].overload, args, kwargs, test_utils=utils[1:] if sample in FLOAT8 else utils)
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=str)
+def test_inductor_equals_eager(sample):
+    """One graph, and every output and argument bitwise as in eager: the op is opaque to Inductor."""
+    arguments = named(sample.op, *sample.make())
+    eager = {name: clone(value) for name, value in arguments.items()}
+    op = OPS[sample.op].overload
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda tensors: op(**tensors), fullgraph=True, backend="inductor")
+    with poisoned_outputs(), torch.no_grad():
+        got, want = compiled(arguments), op(**eager)
+    for result, value in zip(as_tuple(got), as_tuple(want), strict=True):
+        assert torch.equal(raw(result), raw(value))
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(raw(value), raw(eager[name])), name
+
+
+def as_tuple(out):
+    return () if out is None else out if isinstance(out, tuple) else (out,)

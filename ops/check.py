@@ -1,0 +1,165 @@
+"""Argument checks that every op body uses. Each failure names the op, the argument, what came and what was expected."""
+
+from typing import Iterable, NoReturn, Optional
+
+import torch
+from torch import Tensor
+
+INDEX = (torch.int32, torch.int64)
+FLOAT = (torch.float32, torch.bfloat16, torch.float16)
+I32 = (torch.int32,)
+F32 = (torch.float32,)
+EIGHT_BIT = (torch.float8_e4m3fn, torch.int8)
+
+
+def fail(op: str, argument: str, got, expected) -> NoReturn:
+    raise ValueError(f"{op}: {argument} is {got}, expected {expected}")
+
+
+def require(condition: bool, op: str, argument: str, got, expected) -> None:
+    if not condition:
+        fail(op, argument, got, expected)
+
+
+class Shapes:
+    """Binds letters to sizes while shapes are checked against each other.
+
+    `shapes("x", x, "B T H P")` records or compares B, T, H and P; a digit stands for itself. None passes (an optional
+    argument left out). All tensors must share the first one's device. Sizes are then attributes: `shapes.B`.
+    """
+
+    def __init__(self, op: str):
+        self.op = op
+        self.sizes: dict[str, int] = {}
+        self.device: Optional[torch.device] = None
+
+    def __call__(self, argument: str, tensor: Optional[Tensor], letters: str, dtypes: Iterable[torch.dtype]) -> None:
+        if tensor is None:
+            return
+        names = letters.split()
+        if tensor.dim() != len(names):
+            fail(self.op, argument, f"of shape {tuple(tensor.shape)}", f"[{', '.join(names)}]")
+        for name, size in zip(names, tensor.shape):
+            want = int(name) if name.isdigit() else self.sizes.setdefault(name, size)
+            if size != want:
+                fail(self.op, argument, f"of shape {tuple(tensor.shape)}", f"[{', '.join(names)}] with {name} = {want}")
+        dtypes = tuple(dtypes)
+        if tensor.dtype not in dtypes:
+            fail(self.op, argument, f"of dtype {tensor.dtype}", " or ".join(str(d) for d in dtypes))
+        if self.device is None:
+            self.device = tensor.device
+        if tensor.device != self.device:
+            fail(self.op, argument, f"on {tensor.device}", f"on {self.device} like the other arguments")
+
+    def count(self, argument: str, tensor: Tensor) -> None:
+        """A one-element int32 or int64 tensor, 0-dim or [1]."""
+        self(argument, tensor, "" if tensor.dim() == 0 else "1", INDEX)
+
+    def __getattr__(self, letter: str) -> int:
+        try:
+            return self.__dict__["sizes"][letter]
+        except KeyError:
+            raise AttributeError(letter) from None
+
+
+def require_range(op: str, argument: str, values: Tensor, low: int, high: int) -> None:
+    """Every element of `values` lies in [low, high]. Reads values: for CPU tensors only."""
+    if values.numel() == 0:
+        return
+    smallest, largest = (int(v) for v in torch.aminmax(values))
+    if smallest < low or largest > high:
+        bad = smallest if smallest < low else largest
+        fail(op, argument, f"{bad} in {values.flatten()[:16].tolist()}", f"values in [{low}, {high}]")
+
+
+def require_distinct_slots(op: str, argument: str, slots: Tensor) -> None:
+    """No slot other than the null slot 0 appears twice: two rows would write one slot. For CPU tensors only."""
+    used = slots[slots > 0]
+    if used.unique().numel() != used.numel():
+        fail(op, argument, slots.tolist(), "every non-null slot at most once")
+
+
+# What the replay, update and materialise ops of every state-space family have in common.
+
+
+def check_scale_and_seed(shapes: Shapes, state, state_scale, scale_letters: str, seed, philox_rounds: int) -> None:
+    """Row scales go with 8-bit states and no others; stochastic rounding needs a seed."""
+    op = shapes.op
+    shapes("state_scale", state_scale, scale_letters, F32)
+    require((state_scale is not None) == (state.dtype in EIGHT_BIT), op, "state_scale",
+            "None" if state_scale is None else "given", f"row scales exactly for 8-bit states, not for {state.dtype}")
+    require(philox_rounds >= 0, op, "philox_rounds", philox_rounds, "0 (nearest) or more")
+    if seed is not None:
+        require(seed.dtype == torch.int64 and seed.numel() == 1, op, "seed",
+                f"{seed.dtype} of {tuple(seed.shape)}", "one int64")
+    require(philox_rounds == 0 or seed is not None, op, "seed", "None", "an int64 tensor when philox_rounds > 0")
+
+
+def check_ring(shapes: Shapes, window: int) -> None:
+    """T <= W and R >= W + T; window 0 (the small-batch route) leaves the configured W to the ring's size."""
+    require(window >= 0, shapes.op, "window", window, "0 or more")
+    require(shapes.T >= 1, shapes.op, "x", f"of {shapes.T} tokens a row", "1 or more")
+    if window:
+        require(window >= shapes.T, shapes.op, "window", window, f"at least T = {shapes.T}")
+    require(window + shapes.T <= shapes.R, shapes.op, "window", window,
+            f"at most R - T = {shapes.R} - {shapes.T} of the ring")
+
+
+def check_row_values(op: str, state, ring_len, ring_start, ring_committed, tokens, slots, query_lens) -> None:
+    """Values of the row arguments of a replay op, on a CPU."""
+    require_range(op, "slots", slots, 0, state.shape[0] - 1)
+    require_distinct_slots(op, "slots", slots)
+    if query_lens is not None:
+        require_range(op, "query_lens", query_lens, 0, tokens)
+    live = slots[slots > 0]
+    require_range(op, "ring_start", ring_start[live], 0, ring_len - 1)
+    require_range(op, "ring_committed", ring_committed[live], 0, ring_len - tokens)
+
+
+def check_update_values(op: str, state, tokens, slots, query_lens, token_slots) -> None:
+    """Values of the row arguments of an update op, on a CPU."""
+    require_range(op, "slots", slots, 0, state.shape[0] - 1)
+    if query_lens is not None:
+        require_range(op, "query_lens", query_lens, 0, tokens)
+    if token_slots is None:
+        require_distinct_slots(op, "slots", slots)
+    else:
+        require_range(op, "token_slots", token_slots, 0, state.shape[0] - 1)
+        require_distinct_slots(op, "token_slots", token_slots)
+        read = slots[slots > 0]
+        if torch.isin(token_slots, read).any():
+            fail(op, "token_slots", token_slots.tolist(), f"none of the slots read ({read.tolist()})")
+
+
+def check_materialize(shapes: Shapes, src_slots, dst_slots, ring_start, count, layer_group, active_rows) -> None:
+    """Shapes of the plan arguments of a materialise op."""
+    shapes("src_slots", src_slots, "G B", INDEX)
+    shapes("dst_slots", dst_slots, "G B", INDEX)
+    shapes("ring_start", ring_start, "G B", INDEX)
+    shapes("count", count, "G B", INDEX)
+    shapes("layer_group", layer_group, "L", INDEX)
+    shapes("active_rows", active_rows, "B", INDEX)
+
+
+def check_materialize_values(op: str, state, ring_len, src_slots, dst_slots, ring_start, count, layer_group,
+                             active_rows) -> None:
+    """Values of the plan arguments of a materialise op, on a CPU; only rows that are listed count."""
+    rows, groups = src_slots.shape[1], src_slots.shape[0]
+    require_range(op, "layer_group", layer_group, 0, groups - 1)
+    require_range(op, "active_rows", active_rows, -1, rows - 1)
+    listed = active_rows[(active_rows < 0).cumsum(0) == 0]
+    if listed.unique().numel() != listed.numel():
+        fail(op, "active_rows", active_rows.tolist(), "every row at most once")
+    planned = count[:, listed]
+    require_range(op, "count", planned, -1, ring_len)
+    for group in range(groups):
+        source, target = src_slots[group, listed], dst_slots[group, listed]
+        keep = (planned[group] >= 0) & (source > 0) & (target > 0)
+        source, target = source[keep], target[keep]
+        require_range(op, "src_slots", source, 0, state.shape[1] - 1)
+        require_range(op, "dst_slots", target, 0, state.shape[1] - 1)
+        require_range(op, "ring_start", ring_start[group, listed][keep], 0, ring_len - 1)
+        require_distinct_slots(op, "dst_slots", target)
+        crossed = (target[:, None] == source[None, :]) & ~torch.eye(len(target), dtype=torch.bool)
+        if crossed.any():
+            fail(op, "dst_slots", target.tolist(), f"no slot that another row reads ({source.tolist()})")

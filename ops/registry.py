@@ -1,0 +1,177 @@
+"""How an op enters torch_replay: one helper, one table, one lint.
+
+An op is one decorated function, the *body*. Its signature is the schema (`torch.library.infer_schema`), its docstring
+the documentation, and its code does two things only: validate the arguments and allocate what the op returns. The body
+therefore serves as the fake implementation as it stands, and every real kernel runs behind it: the kernel receives the
+op's arguments and, as keyword `out`, the tensors that the body allocated. Shapes, strides and dtypes of a traced op and
+of a real one cannot drift apart, and a bad argument raises before anything is written, on every route.
+
+`torch.library.custom_op` would be shorter but costs several times more per call, also inside compiled code.
+"""
+
+import contextlib
+import functools
+import importlib
+import inspect
+import re
+import typing
+from dataclasses import dataclass, field
+from typing import Callable, Iterator, Optional, Union
+
+import torch
+
+NAMESPACE = "torch_replay"
+
+# A Library that is garbage-collected takes its ops with it, and defining a name twice raises. importlib.reload keeps
+# module globals, so a reload finds both of these in place.
+if "_LIBRARY" not in globals():
+    _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+    OPS: dict[str, "Op"] = {}
+
+
+@dataclass
+class Op:
+    """A registered op. `kernels` maps a device type to a callable, or to the dotted module that holds one of the
+    op's name and is imported when the device is first dispatched to."""
+
+    name: str
+    schema: str
+    mutates: tuple[str, ...]
+    body: Callable
+    signature: inspect.Signature
+    check_values: Optional[Callable]
+    kernels: dict[str, Union[str, Callable]] = field(default_factory=dict)
+    overload: Optional[torch._ops.OpOverload] = None
+    wrapper: Optional[Callable] = None
+
+    def kernel(self, device: str) -> Callable:
+        found = self.kernels[device]
+        if isinstance(found, str):
+            found = self.kernels[device] = getattr(importlib.import_module(found), self.name)
+        return found
+
+
+
+def register(
+    *,
+    cpu: Callable,
+    cuda: Union[str, Callable, None] = None,
+    mutates: tuple[str, ...] = (),
+    check_values: Optional[Callable] = None,
+) -> Callable:
+    """Decorator that registers an op and returns its Python wrapper.
+
+    Args:
+        cpu: reference kernel in plain torch; takes the op's arguments plus `out=` if the op returns something.
+        cuda: dotted module holding the CUDA kernel under the op's name, imported on first use. None: the reference
+            kernel serves CUDA tensors too (right, but slow, and it may synchronise).
+        mutates: names of the arguments that the op writes.
+        check_values: called with the op's arguments before a CPU kernel; looks at values (slot ranges, lengths),
+            which a GPU cannot do without a host sync.
+
+    The wrapper raises TypeError for an argument of the wrong type and, through the body, ValueError for wrong shapes,
+    dtypes, devices and values. Ops are for inference: arguments that require a gradient raise while autograd records.
+    """
+
+    def decorate(body: Callable) -> Callable:
+        name = body.__name__.removeprefix("_")
+        if name in OPS:
+            return OPS[name].wrapper
+        schema = name + torch.library.infer_schema(body, mutates_args=mutates)
+        kernels = {"cpu": cpu, "cuda": cuda or cpu}
+        op = Op(name, schema, mutates, body, inspect.signature(body), check_values, kernels)
+        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.impl(name, _implementation(op, "cpu"), "CPU")
+        _LIBRARY.impl(name, _implementation(op, "cuda"), "CUDA")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", body, lib=_LIBRARY)
+        op.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+        OPS[name] = op
+        op.wrapper = _wrapper(op)
+        return op.wrapper
+
+    return decorate
+
+
+def _implementation(op: Op, device: str) -> Callable:
+    def run(*args, **kwargs):
+        out = op.body(*args, **kwargs)
+        if device == "cpu" and op.check_values is not None:
+            op.check_values(*args, **kwargs)
+        if out is None:
+            op.kernel(device)(*args, **kwargs)
+        else:
+            op.kernel(device)(*args, **kwargs, out=out)
+        return out
+
+    return run
+
+
+def _wrapper(op: Op) -> Callable:
+    overload = op.overload
+    hints = typing.get_type_hints(op.body)
+
+    @functools.wraps(op.body)
+    def call(*args, **kwargs):
+        if not torch.compiler.is_compiling():
+            _check_types(op, hints, args, kwargs)
+        return overload(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = op.name
+    return call
+
+
+def _check_types(op: Op, hints: dict, args: tuple, kwargs: dict) -> None:
+    try:
+        bound = op.signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{op.name}: {error}") from None
+    recording = torch.is_grad_enabled()
+    for name, value in bound.arguments.items():
+        allowed = typing.get_args(hints[name]) or (hints[name],)
+        if float in allowed:
+            allowed += (int,)
+        # bool is an int to Python, but a flag given for a count is a mistake
+        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+            expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in allowed)
+            raise TypeError(f"{op.name}: {name} is {type(value).__name__}, expected {expected}")
+        if recording and isinstance(value, torch.Tensor) and value.requires_grad:
+            raise ValueError(f"{op.name}: {name} requires a gradient, expected inference (torch.no_grad())")
+
+
+@contextlib.contextmanager
+def override_kernel(name: str, device: str, kernel: Callable) -> Iterator[None]:
+    """Within the context, op `name` runs `kernel` on `device` ("cpu" or "cuda"), with the same calling convention."""
+    op = OPS[name]
+    saved = op.kernels[device]
+    op.kernels[device] = kernel
+    try:
+        yield
+    finally:
+        op.kernels[device] = saved
+
+
+def lint(op: Op) -> list[str]:
+    """Complaints about a registered op: what would break tracing or cost recompiles. Empty if all is well."""
+    complaints = []
+    schema = op.overload._schema
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(op.overload.name(), "CPU"):
+        complaints.append("no CPU kernel")
+    if torch._library.simple_registry.singleton.find(op.overload.name()).fake_impl.kernel is None:
+        complaints.append("no fake implementation")
+    for kind, name in re.findall(r"(\S+) (\w+)(?:=[^,)]*)?[,)]", str(schema).split(" ->")[0]):
+        if re.fullmatch(r"int(\[\d*\])?\??", kind):
+            complaints.append(f"{name} is {kind}: one graph per value, expected SymInt")
+        if kind.startswith("str"):
+            complaints.append(f"{name} is a string: one graph per layer")
+    for argument in schema.arguments:
+        mutated = argument.alias_info is not None and argument.alias_info.is_write
+        if mutated != (argument.name in op.mutates):
+            complaints.append(f"{argument.name}: the schema and `mutates` disagree")
+    for result in schema.returns:
+        if "List" in str(result.type) and any(a.alias_info and a.alias_info.is_write for a in schema.arguments):
+            complaints.append("a mutating op returns Tensor[]")
+        if result.alias_info is not None:
+            complaints.append("a returned tensor aliases an argument")
+    if not (op.body.__doc__ or "").strip():
+        complaints.append("no docstring")
+    return complaints

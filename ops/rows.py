@@ -1,0 +1,41 @@
+"""Row arithmetic that the reference kernels of the state-space families share: which rows are real, live, planned."""
+
+import torch
+from torch import Tensor
+
+
+def row_lengths(slots: Tensor, query_lens, tokens: int) -> Tensor:
+    """Real tokens of each row, int64 [B]: 0 for padded rows."""
+    lens = torch.full_like(slots, tokens) if query_lens is None else query_lens
+    return torch.where(slots > 0, lens, 0).long()
+
+
+def history_rows(start: Tensor, committed: Tensor, rows: int, ring_len: int) -> tuple[Tensor, Tensor]:
+    """Physical ring rows of logical rows 0..rows-1 and which of them are live; both [B, rows]."""
+    logical = torch.arange(rows, device=start.device)
+    return (start.long()[:, None] + logical) % ring_len, logical < committed.long()[:, None]
+
+
+def append_rows(slots, start, committed, lens, tokens: int, ring_len: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Where new tokens go: batch row, token, slot and physical ring row of every real token, each [n]."""
+    row, token = (torch.arange(tokens, device=slots.device) < lens[:, None]).nonzero(as_tuple=True)
+    physical = (start.long()[row] + committed.long()[row] + token) % ring_len
+    return row, token, slots[row].long(), physical
+
+
+def flushing_rows(slots, committed, lens, window: int) -> Tensor:
+    """Batch rows that fold their committed rows in this step. Without live rows there is nothing to fold."""
+    return ((slots > 0) & (committed + lens > window) & (committed > 0)).nonzero().squeeze(1)
+
+
+def planned_rows(src_slots, dst_slots, count, active_rows) -> Tensor:
+    """[G, B] flags: rows before the first -1 of active_rows, with a plan and two real slots."""
+    listed = active_rows[(active_rows < 0).cumsum(0) == 0].long()
+    active = torch.zeros_like(count, dtype=torch.bool)
+    active[:, listed] = True
+    return active & (count >= 0) & (src_slots > 0) & (dst_slots > 0)
+
+
+def elapsed(steps: Tensor) -> Tensor:
+    """Running sums over dim 1. In float64, so that differences after one huge step keep their digits."""
+    return steps.double().cumsum(1)

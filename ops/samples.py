@@ -1,0 +1,130 @@
+"""One table of sample inputs for every op. opcheck, compile tests, graph tests and benchmarks all read it.
+
+A family describes its samples in its own `samples.py` as `Sample(op, id, build)`. `build(rng)` returns the op's
+arguments, drawn from `rng`; state that must not be read (dead ring rows, the null slot) is poisoned with NaN there.
+"""
+
+import importlib
+import zlib
+from dataclasses import dataclass
+from typing import Callable
+
+import torch
+from torch import Tensor
+
+from .rounding import LARGEST
+
+FAMILIES = ("mamba2",)
+
+
+class Rng:
+    """Draws inputs on one device: `dtype` is the activations' dtype that a sample should use by default."""
+
+    def __init__(self, seed: int, device: str, dtype: torch.dtype):
+        self.generator = torch.Generator("cpu").manual_seed(seed)
+        self.device, self.dtype = device, dtype
+
+    def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype = None) -> Tensor:
+        return (torch.randn(shape, generator=self.generator) * scale).to(self.device, dtype or self.dtype)
+
+    def uniform(self, low: float, high: float, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return (torch.rand(shape, generator=self.generator) * (high - low) + low).to(self.device, dtype)
+
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        """Values in [low, high)."""
+        return torch.randint(low, high, shape, generator=self.generator).to(self.device, dtype)
+
+    def permutation(self, n: int) -> list[int]:
+        return torch.randperm(n, generator=self.generator).tolist()
+
+    def tensor(self, values, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class Sample:
+    op: str
+    id: str
+    build: Callable[[Rng], tuple[tuple, dict]]
+
+    def make(self, device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[tuple, dict]:
+        """Fresh (args, kwargs); the same for the same op, id, seed and dtype."""
+        return self.build(Rng(zlib.crc32(f"{self.op}/{self.id}/{seed}".encode()), device, dtype))
+
+    def __str__(self) -> str:
+        return f"{self.op}-{self.id}"
+
+
+def samples(op: str = None) -> list[Sample]:
+    """All samples, or those of one op."""
+    table = []
+    for family in FAMILIES:
+        table += importlib.import_module(f".{family}.samples", __package__).SAMPLES
+    return [sample for sample in table if op in (None, sample.op)]
+
+
+def table(op, builder, cases):
+    return [Sample(op, name, lambda rng, options=options: builder(rng, **options)) for name, options in cases.items()]
+
+
+# Draws that several families share.
+
+
+def encode_state(rng: Rng, values: torch.Tensor, dtype: torch.dtype):
+    """float32 [..., N] -> (state of dtype, row scales or None)."""
+    if dtype not in (torch.float8_e4m3fn, torch.int8):
+        return values.to(dtype), None
+    scale = values.abs().amax(-1) / LARGEST[dtype]
+    values = values / scale.unsqueeze(-1)
+    return (values.round() if dtype == torch.int8 else values).to(dtype), scale
+
+
+def poison_dead_rows(rings, start, committed, ring_len: int, ring_dim: int) -> None:
+    """NaN in every ring row that is not live and in the whole null slot. rings: tensors [S, ...]."""
+    row = torch.arange(ring_len, device=start.device)
+    age = (row - start[:, None]) % ring_len
+    dead = (age >= committed[:, None]) | (torch.arange(len(start), device=start.device) == 0)[:, None]
+    for ring in rings:
+        moved = ring.movedim(ring_dim, 1) if ring_dim != 1 else ring
+        moved[dead] = float("nan")
+
+
+def cursors(rng: Rng, slots: int, window: int, ring_len: int):
+    """start in [0, R), committed in [0, W], every extreme among them."""
+    start = rng.integers(0, ring_len, slots)
+    committed = rng.integers(0, window + 1, slots)
+    for slot, value in zip(range(1, slots), (window, 0, window - 1)):
+        committed[slot] = value
+    return start, committed
+
+
+def query_lengths(rng: Rng, rows: int, tokens: int) -> torch.Tensor:
+    """Ragged, with q = 0 beside q = T."""
+    lens = rng.integers(0, tokens + 1, rows)
+    lens[0] = tokens
+    if rows > 1:
+        lens[1] = 0
+    return lens
+
+
+def row_slots(rng: Rng, rows: int, slots: int, padded: int = 0, dtype=torch.int32) -> torch.Tensor:
+    """Distinct slots in 1..S-1 in random order; the last `padded` rows are null."""
+    chosen = [slot + 1 for slot in rng.permutation(slots - 1)[: rows - padded]]
+    return rng.tensor(chosen + [0] * padded, dtype)
+
+
+def plan(rng: Rng, groups: int, rows: int, slots: int, window: int, ring_len: int):
+    """src, dst, start, count [G, B] and active_rows [B]: folds, copies, skips, in place, null slots, unlisted rows."""
+    src, dst = rng.tensor([[0] * rows] * groups), rng.tensor([[0] * rows] * groups)
+    for group in range(groups):
+        order = [slot + 1 for slot in rng.permutation(slots - 1)]
+        for row in range(rows):
+            src[group, row], dst[group, row] = order[2 * row], order[2 * row + 1]
+    count = rng.integers(1, window + 1, groups, rows)
+    for row, value in zip(range(rows), (window, 0, -1)):
+        count[0, row] = value
+    if rows > 3:
+        dst[:, 3] = src[:, 3]
+        src[0, 4 % rows] = 0
+    active = [row for row in rng.permutation(rows)][: max(1, rows - 1)]
+    return src, dst, rng.integers(0, ring_len, groups, rows), count, rng.tensor(active + [-1] * (rows - len(active)))
