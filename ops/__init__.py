@@ -4,7 +4,35 @@ The functions below are Python wrappers of the same names: they check argument t
 the argument at fault. Nothing here imports Triton or FlashInfer.
 """
 
+from .attention.op import paged_attention, swa_attention, swa_indices
+from .conv.op import conv_replay, copy_slots
+from .gdn.op import gdn_materialize, gdn_replay, gdn_update
 from .mamba2.op import mamba2_materialize, mamba2_replay, mamba2_update
 from .registry import OPS
+from .ring.op import compact_active, gather_block_tables, ring_commit, ring_reset
+from .ring.transfer import ring_export, ring_import
+from .tokens.op import compute_slot_mappings, prepare_positions, write_kv
 
-__all__ = ["OPS", "mamba2_materialize", "mamba2_replay", "mamba2_update"]
+__all__ = [
+    "OPS",
+    "compact_active",
+    "compute_slot_mappings",
+    "conv_replay",
+    "copy_slots",
+    "gather_block_tables",
+    "gdn_materialize",
+    "gdn_replay",
+    "gdn_update",
+    "mamba2_materialize",
+    "mamba2_replay",
+    "mamba2_update",
+    "paged_attention",
+    "prepare_positions",
+    "ring_commit",
+    "ring_export",
+    "ring_import",
+    "ring_reset",
+    "swa_attention",
+    "swa_indices",
+    "write_kv",
+]

@@ -95,10 +95,13 @@ def check_scale_and_seed(shapes: Shapes, state, state_scale, scale_letters: str,
     require(philox_rounds == 0 or seed is not None, op, "seed", "None", "an int64 tensor when philox_rounds > 0")
 
 
-def check_ring(shapes: Shapes, window: int) -> None:
-    """T <= W and R >= W + T; window 0 (the small-batch route) leaves the configured W to the ring's size."""
+def check_ring(shapes: Shapes, window: int, tokens: str) -> None:
+    """T <= W and R >= W + T; window 0 (the small-batch route) leaves the configured W to the ring's size.
+
+    `tokens` names the argument that has T.
+    """
     require(window >= 0, shapes.op, "window", window, "0 or more")
-    require(shapes.T >= 1, shapes.op, "x", f"of {shapes.T} tokens a row", "1 or more")
+    require(shapes.T >= 1, shapes.op, tokens, f"of {shapes.T} tokens a row", "1 or more")
     if window:
         require(window >= shapes.T, shapes.op, "window", window, f"at least T = {shapes.T}")
     require(window + shapes.T <= shapes.R, shapes.op, "window", window,

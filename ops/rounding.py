@@ -66,10 +66,10 @@ def store_state(
         rounded = round_stochastic(values, state.dtype, draws)
     else:
         rounded = round_nearest(values, state.dtype)
-    state.view(_bits(state.dtype))[slots] = rounded.view(_bits(state.dtype))
+    state.view(bits(state.dtype))[slots] = rounded.view(bits(state.dtype))
 
 
-def _bits(dtype: torch.dtype) -> torch.dtype:
+def bits(dtype: torch.dtype) -> torch.dtype:
     """Integer dtype of the same width: float8 lacks most indexing kernels, and bytes copy exactly."""
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
 
@@ -91,7 +91,7 @@ def round_stochastic(values: Tensor, dtype: torch.dtype, draws: Tensor) -> Tenso
     magnitude = values.abs()
     if dtype in LARGEST:
         magnitude = magnitude.clamp(max=LARGEST[dtype])
-    integer = _bits(dtype)
+    integer = bits(dtype)
     nearest = magnitude.to(dtype)
     below = nearest.view(integer) - (nearest.float() > magnitude).to(integer)
     low, high = below.view(dtype).float(), (below + 1).view(dtype).float()

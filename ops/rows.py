@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from .rounding import bits, load_state, store_state
+
 
 def row_lengths(slots: Tensor, query_lens, tokens: int) -> Tensor:
     """Real tokens of each row, int64 [B]: 0 for padded rows."""
@@ -39,3 +41,39 @@ def planned_rows(src_slots, dst_slots, count, active_rows) -> Tensor:
 def elapsed(steps: Tensor) -> Tensor:
     """Running sums over dim 1. In float64, so that differences after one huge step keep their digits."""
     return steps.double().cumsum(1)
+
+
+def process_dt(dt, dt_bias, dt_softplus, dt_min, dt_max) -> Tensor:
+    """Raw dt [..., H] -> float32 step sizes: bias, softplus (identity above 20), clamp."""
+    dt = dt.float()
+    if dt_bias is not None:
+        dt = dt + dt_bias.float()
+    if dt_softplus:
+        dt = torch.where(dt > 20.0, dt, torch.log1p(torch.exp(dt.clamp(max=20.0))))
+    return dt.clamp(min=dt_min, max=dt_max)
+
+
+def materialize_layers(
+    state, ring_len, src_slots, dst_slots, ring_start, count, layer_group, active_rows, state_scale, seed, rounds, fold
+) -> None:
+    """Runs a snapshot plan over all layers: exact copies where count is 0, `fold` where it is more.
+
+    fold(layer, current [n, ...] float32, source slots [n], ring rows [n, R], live [n, R]) returns the states advanced
+    by the live rows.
+    """
+    planned = planned_rows(src_slots, dst_slots, count, active_rows)
+    for layer, group in enumerate(layer_group.tolist()):
+        scale = None if state_scale is None else state_scale[layer]
+        source, target = src_slots[group].long(), dst_slots[group].long()
+        copied = (planned[group] & (count[group] == 0)).nonzero().squeeze(1)
+        exact = state[layer].view(bits(state.dtype))
+        exact[target[copied]] = exact[source[copied]]
+        if scale is not None:
+            scale[target[copied]] = scale[source[copied]]
+        folded = (planned[group] & (count[group] > 0)).nonzero().squeeze(1)
+        if folded.numel():
+            source = source[folded]
+            rows, live = history_rows(ring_start[group, folded], count[group, folded], ring_len, ring_len)
+            advanced = fold(layer, load_state(state[layer], source, scale), source, rows, live)
+            layer_seed = None if seed is None else seed + layer
+            store_state(state[layer], target[folded], advanced, scale, layer_seed, rounds)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .rounding import LARGEST
 
-FAMILIES = ("mamba2",)
+FAMILIES = ("mamba2", "gdn", "conv", "ring", "tokens", "attention")
 
 
 class Rng:
@@ -128,3 +128,14 @@ def plan(rng: Rng, groups: int, rows: int, slots: int, window: int, ring_len: in
         src[0, 4 % rows] = 0
     active = [row for row in rng.permutation(rows)][: max(1, rows - 1)]
     return src, dst, rng.integers(0, ring_len, groups, rows), count, rng.tensor(active + [-1] * (rows - len(active)))
+
+
+def poison_unplanned_rows(rings, src, start, count, layer_group, ring_len: int) -> None:
+    """NaN in every ring row that no plan folds. rings: tensors [L, S, heads, R, ...]."""
+    dead = torch.ones(*rings[0].shape[:2], ring_len, dtype=torch.bool)
+    for layer, group in enumerate(layer_group.tolist()):
+        for slot, first, rows in zip(src[group].tolist(), start[group].tolist(), count[group].tolist()):
+            for j in range(rows):
+                dead[layer, slot, (first + j) % ring_len] = False
+    for ring in rings:
+        ring.movedim(3, 2)[dead.to(ring.device)] = float("nan")

@@ -49,6 +49,15 @@ def test_eight_bit_state(sample):
     assert_close("state", got[~same], want["state"][~same], 5e-2 if state.dtype == torch.float8_e4m3fn else 2e-2)
 
 
+@pytest.mark.parametrize("sample", samples("mamba2_update"), ids=str)
+def test_update_never_writes_the_null_slot(sample):
+    """Padded rows and tokens that are not kept leave slot 0 as it was (a NaN there would hide a write)."""
+    arguments = named(sample.op, *sample.make())
+    arguments["state"][0] = 7.0
+    call(sample.op, arguments)
+    assert (arguments["state"][0] == 7.0).all()
+
+
 def broken_forgets_the_ring(*args, **kwargs):
     args = list(args)
     args[5] = torch.zeros_like(args[5])

@@ -8,17 +8,7 @@ import torch
 from torch import Tensor
 
 from ..rounding import load_state, store_state
-from ..rows import append_rows, elapsed, flushing_rows, history_rows, planned_rows, row_lengths
-
-
-def process_dt(dt, dt_bias, dt_softplus, dt_min, dt_max) -> Tensor:
-    """Raw dt [..., H] -> float32 step sizes: bias, softplus (identity above 20), clamp."""
-    dt = dt.float()
-    if dt_bias is not None:
-        dt = dt + dt_bias.float()
-    if dt_softplus:
-        dt = torch.where(dt > 20.0, dt, torch.log1p(torch.exp(dt.clamp(max=20.0))))
-    return dt.clamp(min=dt_min, max=dt_max)
+from ..rows import append_rows, elapsed, flushing_rows, history_rows, materialize_layers, process_dt, row_lengths
 
 
 def _heads(per_group: Tensor, heads: int) -> Tensor:
@@ -125,21 +115,9 @@ def mamba2_materialize(
     state, x_ring, B_ring, dt_ring, A, src_slots, dst_slots, ring_start, count, layer_group, active_rows,
     state_scale=None, seed=None, *, philox_rounds=0,
 ) -> None:
-    planned = planned_rows(src_slots, dst_slots, count, active_rows)
-    ring_len = x_ring.shape[3]
-    for layer, group in enumerate(layer_group.tolist()):
-        scale = None if state_scale is None else state_scale[layer]
-        source, target = src_slots[group].long(), dst_slots[group].long()
-        copied = (planned[group] & (count[group] == 0)).nonzero().squeeze(1)
-        state[layer].view(torch.uint8)[target[copied]] = state[layer].view(torch.uint8)[source[copied]]
-        if scale is not None:
-            scale[target[copied]] = scale[source[copied]]
-        folded = (planned[group] & (count[group] > 0)).nonzero().squeeze(1)
-        if not folded.numel():
-            continue
-        source = source[folded]
-        rows, live = history_rows(ring_start[group, folded], count[group, folded], ring_len, ring_len)
+    def fold(layer, current, source, rows, live):
         history = _load_history(x_ring[layer], B_ring[layer], dt_ring[layer], source, rows, live)
-        advanced = _fold(load_state(state[layer], source, scale), *history, A[layer])
-        layer_seed = None if seed is None else seed + layer
-        store_state(state[layer], target[folded], advanced, scale, layer_seed, philox_rounds)
+        return _fold(current, *history, A[layer])
+
+    materialize_layers(state, x_ring.shape[3], src_slots, dst_slots, ring_start, count, layer_group, active_rows,
+                       state_scale, seed, philox_rounds, fold)

@@ -112,7 +112,7 @@ def mamba2_replay(
     shapes("ring_start", ring_start, "S", I32)
     shapes("ring_committed", ring_committed, "S", I32)
     _check_inputs(shapes, x, dt, A, B, C, D, z, dt_bias, slots, query_lens)
-    check_ring(shapes, window)
+    check_ring(shapes, window, "x")
     check_scale_and_seed(shapes, state, state_scale, "S H P", seed, philox_rounds)
     return x.new_empty(x.shape)
 

@@ -2,7 +2,17 @@
 
 import torch
 
-from ..samples import Rng, cursors, encode_state, plan, poison_dead_rows, query_lengths, row_slots, table
+from ..samples import (
+    Rng,
+    cursors,
+    encode_state,
+    plan,
+    poison_dead_rows,
+    poison_unplanned_rows,
+    query_lengths,
+    row_slots,
+    table,
+)
 
 
 def tokens_of(rng: Rng, rows, tokens, heads, dim, state_dim, groups, strided=False):
@@ -72,6 +82,7 @@ def materialize(rng: Rng, layers=3, groups=2, rows=5, heads=4, dim=32, state_dim
     src, dst, start, count, active = plan(rng, groups, rows, slots, window, ring_len)
     seed = rng.tensor([77], torch.int64) if rounds else None
     layer_group = rng.tensor([layer % groups for layer in range(layers)])
+    poison_unplanned_rows((x_ring, B_ring, dt_ring), src, start, count, layer_group, ring_len)
     return (state, x_ring, B_ring, dt_ring, -rng.uniform(0.1, 2.0, layers, heads), src, dst, start, count, layer_group,
             active, scale, seed), dict(philox_rounds=rounds)
 
@@ -93,8 +104,8 @@ SAMPLES = table("mamba2_replay", replay, {
     "ring_bf16": dict(rows=3, tokens=2, ring_dtype=torch.bfloat16),
 }) + table("mamba2_update", update, {
     "typical": dict(rows=4, dim=64, state_dim=128, groups=1),
-    "spec_in_place_ragged_padded": dict(rows=4, tokens=4, ragged=True, padded=1),
-    "spec_kept_ragged_padded": dict(rows=4, tokens=4, ragged=True, padded=1, keep=True),
+    "spec_in_place_ragged_padded": dict(rows=7, tokens=4, ragged=True, padded=1),
+    "spec_kept_ragged_padded": dict(rows=7, tokens=4, ragged=True, padded=1, keep=True),
     "one_row_no_optionals": dict(rows=1, heads=1, groups=1, optional=False),
     "odd_sizes_strided": dict(rows=3, tokens=3, heads=6, dim=33, state_dim=17, groups=3, strided=True),
     "state_fp16": dict(rows=3, tokens=2, state_dtype=torch.float16, keep=True),
