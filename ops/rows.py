@@ -25,9 +25,13 @@ def append_rows(slots, start, committed, lens, tokens: int, ring_len: int) -> tu
     return row, token, slots[row].long(), physical
 
 
-def flushing_rows(slots, committed, lens, window: int) -> Tensor:
-    """Batch rows that fold their committed rows in this step. Without live rows there is nothing to fold."""
-    return ((slots > 0) & (committed + lens > window) & (committed > 0)).nonzero().squeeze(1)
+def flushing_rows(committed, lens, window: int) -> Tensor:
+    """Batch rows that fold their committed rows in this step.
+
+    Without live rows there is nothing to fold. A row without tokens is empty: the commit moves no cursor for it, so
+    it must not fold either, whatever the window.
+    """
+    return ((lens > 0) & (committed + lens > window) & (committed > 0)).nonzero().squeeze(1)
 
 
 def planned_rows(src_slots, dst_slots, count, active_rows) -> Tensor:

@@ -258,7 +258,7 @@ def test_many_cycles_follow_the_truth(switching):
             draft = truth_gdn.decay_and_add(draft, u, keys[t], g[t])
             assert_close("o", o[0, t], truth_gdn.output(draft, queries[t]), 1e-5)
             truth = draft if t < accepted else truth
-        if committed[1] + q > route:
+        if q and committed[1] + q > route:
             flushes += 1
             start[1], committed[1] = (start[1] + committed[1]) % ring, accepted
         else:

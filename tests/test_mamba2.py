@@ -98,8 +98,11 @@ def test_softplus_range(bias):
     assert_close("y", call(sample.op, arguments)[0], expected, 2e-5)
 
 
-@pytest.mark.parametrize("committed, q, flushes", [(12, 4, False), (13, 4, True), (13, 1, False), (16, 1, True)])
-def test_flush_rule(committed, q, flushes):
+@pytest.mark.parametrize("committed, q, window, flushes", [
+    (12, 4, 16, False), (13, 4, 16, True), (13, 1, 16, False), (16, 1, 16, True), (16, 0, 16, False),
+    (5, 1, 0, True), (5, 0, 0, False),  # the small-batch route; an empty row's cursors do not move, so it must not fold
+])
+def test_flush_rule(committed, q, window, flushes):
     """Flush iff committed + q > W with the row's real length; otherwise the state is not written at all."""
     sample = samples("mamba2_replay")[1]
     arguments = named(sample.op, *sample.make())
@@ -107,6 +110,7 @@ def test_flush_rule(committed, q, flushes):
     for name in ("x_ring", "B_ring", "dt_ring"):
         arguments[name].nan_to_num_(0.1)
     arguments["ring_committed"][slot], arguments["query_lens"][0] = committed, q
+    arguments["window"] = window
     before = arguments["state"].clone()
     call(sample.op, arguments)
     assert (not torch.equal(arguments["state"][slot], before[slot])) == flushes

@@ -48,7 +48,7 @@ def gdn_replay(state, u_ring, k_ring, g_ring, ring_start, ring_committed, q, k, 
         for j in range(committed):
             r = (start + j) % ring_len
             current = decay_and_add(current, u_ring[s, :, r], k_ring[s, :, r], g_ring[s, :, r])
-        if committed + real > window and state_scale is None:
+        if real > 0 and committed + real > window and state_scale is None:
             state[s] = current
         for t in range(real):
             u = corrected(current, k[row, t], v[row, t], g[row, t], beta[row, t])

@@ -51,7 +51,7 @@ def mamba2_replay(state, x_ring, B_ring, dt_ring, ring_start, ring_committed, x,
         for j in range(committed):
             r = (start + j) % ring_len
             current = advance(current, x_ring[s, :, r], B_ring[s, :, r], dt_ring[s, :, r], A)
-        if committed + q > window and state_scale is None:
+        if q > 0 and committed + q > window and state_scale is None:
             state[s] = current
         for t in range(q):
             current = advance(current, x[b, t], B[b, t], step[b, t], A)

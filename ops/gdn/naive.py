@@ -99,7 +99,7 @@ def gdn_replay(
     o = carried * _read(checkpoint, new_q) + torch.einsum("btjh,bjhv->bthv", weights(new_q), u)
     out.copy_(torch.where(real_item, o, 0.0))
 
-    flush = flushing_rows(slots, committed, lens, window)
+    flush = flushing_rows(committed, lens, window)
     if flush.numel():
         folded = _fold(checkpoint[flush], old_u[flush], old_k[flush], old_g[flush])
         store_state(state, slots[flush].long(), folded, state_scale, seed, philox_rounds)

@@ -35,7 +35,6 @@ from ..registry import register
 from . import naive
 
 
-
 def _check_inputs(shapes: Shapes, q, k, v, a, b, A_log, dt_bias, slots, query_lens) -> None:
     shapes("q", q, "B T H K", FLOAT)
     shapes("k", k, "B T H K", FLOAT)
@@ -95,7 +94,8 @@ def gdn_replay(
         state_scale: [S, HV, V] float32, row scale over K of an 8-bit state. Mutated with `state`.
         seed: one int64, with philox_rounds > 0: flushes round stochastically.
         window: W. A row flushes iff committed + its real tokens > W: its committed rows (not the new ones) are folded
-            into `state`. 0 is the small-batch route, which flushes whenever committed + real tokens > 0.
+            into `state`. 0 is the small-batch route, which flushes at every step with a token. Rows
+            without tokens never flush.
         scale: factor on q, usually K ** -0.5.
         l2norm: divide q and k by sqrt(sum x^2 + 1e-6) over K. False: they are used as they come.
         philox_rounds: 0 rounds to nearest.

@@ -73,7 +73,7 @@ def mamba2_replay(
         y = y * (gate * torch.sigmoid(gate))
     out.copy_(torch.where(real[..., None, None], y, 0.0))
 
-    flush = flushing_rows(slots, committed, lens, window)
+    flush = flushing_rows(committed, lens, window)
     if flush.numel():
         folded = _fold(checkpoint[flush], old_x[flush], old_B[flush], old_dt[flush], A)
         store_state(state, slots[flush].long(), folded, state_scale, seed, philox_rounds)

@@ -93,7 +93,7 @@ def mamba2_replay(
         state_scale: [S, H, P] float32, row scale over N of an 8-bit state. Mutated with `state`.
         seed: one int64, with philox_rounds > 0: flushes round stochastically.
         window: W. A row flushes iff committed + q > W: its committed rows (not the new ones) are folded into `state`.
-            0 is the small-batch route, which flushes whenever committed + q > 0.
+            0 is the small-batch route, which flushes at every step with a token. Rows with q = 0 never flush.
         dt_softplus, dt_min, dt_max: dt processing; softplus passes values above 20 through.
         philox_rounds: 0 rounds to nearest.
 

@@ -1,0 +1,116 @@
+"""Short causal convolution over a ring of raw inputs, and copies of whole slots.
+
+The ring of a slot holds inputs by absolute position: position p in column p % Rc. Rejecting draft tokens therefore
+needs nothing: the next step starts at the accepted position and overwrites what was rejected.
+
+Sizes: S slots, D channels, Rc ring columns, B batch rows, T tokens a row, L layers, G cache groups. Slot 0 is null.
+"""
+
+from typing import Optional
+
+from torch import Tensor
+
+from .. import check
+from ..check import FLOAT, INDEX, Shapes, require
+from ..registry import register
+from . import naive
+
+
+def _conv_values(conv_ring, x, weight, bias, positions, slots, query_lens=None, *, silu) -> None:
+    op = "conv_replay"
+    check.require_range(op, "slots", slots, 0, conv_ring.shape[0] - 1)
+    check.require_distinct_slots(op, "slots", slots)
+    check.require_range(op, "positions", positions[slots > 0], 0, 2**62)
+    if query_lens is not None:
+        check.require_range(op, "query_lens", query_lens, 0, x.shape[1])
+
+
+@register(mutates=("conv_ring",), cpu=naive.conv_replay, check_values=_conv_values)
+def conv_replay(
+    conv_ring: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    positions: Tensor,
+    slots: Tensor,
+    query_lens: Optional[Tensor] = None,
+    *,
+    silu: bool,
+) -> Tensor:
+    """Causal depthwise convolution of T tokens a row, continuing from the inputs that the ring holds.
+
+    y_t = bias + sum_w weight[:, w] * input[position + t - (width - 1) + w], then silu(y) = y * sigmoid(y) if asked
+    for. Inputs at positions before 0 are zero, whatever the ring holds. New inputs are rounded to the ring's dtype
+    before they are used; sums are float32.
+
+    Args:
+        conv_ring: [S, D, Rc] raw inputs, float32, bfloat16 or float16, Rc >= width - 1 + T. Mutated: the row's q
+            tokens are stored, accepted or not.
+        x: [B, T, D], any strides. weight: [D, width], the newest input last. bias: [D] or None.
+        positions: [B] position of the row's first token. slots: [B], slot of each row; 0 is a padded row.
+        query_lens: [B] real tokens q a row in [0, T]; None: T.
+        silu: apply silu to y.
+
+    Returns:
+        y: [B, T, D] in x's dtype; 0 for padded rows and for tokens from q on.
+
+    Raises:
+        ValueError: shapes, dtypes, a ring too short; on a CPU also slots, positions and lengths out of range and slots
+            named twice.
+    """
+    shapes = Shapes("conv_replay")
+    shapes("conv_ring", conv_ring, "S D Rc", FLOAT)
+    shapes("x", x, "B T D", FLOAT)
+    shapes("weight", weight, "D width", FLOAT)
+    shapes("bias", bias, "D", FLOAT)
+    shapes("positions", positions, "B", INDEX)
+    shapes("slots", slots, "B", INDEX)
+    shapes("query_lens", query_lens, "B", INDEX)
+    require(shapes.T >= 1, shapes.op, "x", f"of {shapes.T} tokens a row", "1 or more")
+    require(shapes.width >= 1, shapes.op, "weight", f"of width {shapes.width}", "1 or more")
+    require(shapes.Rc >= shapes.width - 1 + shapes.T, shapes.op, "conv_ring", f"of {shapes.Rc} columns",
+            f"at least width - 1 + T = {shapes.width - 1 + shapes.T}")
+    return x.new_empty(x.shape)
+
+
+def _copy_values(pool, src_slots, dst_slots, layer_group, active_rows) -> None:
+    op = "copy_slots"
+    groups, rows = src_slots.shape
+    check.require_range(op, "layer_group", layer_group, 0, groups - 1)
+    check.require_range(op, "active_rows", active_rows, -1, rows - 1)
+    listed = naive.listed_rows(active_rows)
+    for group in range(groups):
+        source, target = src_slots[group, listed], dst_slots[group, listed]
+        check.require_range(op, "src_slots", source, 0, pool.shape[1] - 1)
+        check.require_range(op, "dst_slots", target, 0, pool.shape[1] - 1)
+        check.require_distinct_slots(op, "dst_slots", target[source > 0])
+
+
+@register(mutates=("pool",), cpu=naive.copy_slots, check_values=_copy_values)
+def copy_slots(pool: Tensor, src_slots: Tensor, dst_slots: Tensor, layer_group: Tensor, active_rows: Tensor) -> None:
+    """Copies whole slots of a pool, bit for bit, of all layers at once: pool[l, dst] = pool[l, src].
+
+    Layer l takes its slots from row layer_group[l] of src_slots and dst_slots. All reads come before all writes: one
+    row's destination may be another row's source (1 to 2 and 2 to 3 in one call), and each gets what was there before.
+
+    Args:
+        pool: [L, S, ...] of any dtype of 1, 2, 4 or 8 bytes and any number of trailing dims. Mutated: destinations.
+        src_slots, dst_slots: [G, B]; a null slot (0) on either side skips. Destinations of one group are distinct.
+        layer_group: [L], group of each layer.
+        active_rows: [B], the batch rows to treat; the first -1 ends the list.
+
+    Raises:
+        ValueError: shapes and dtypes; on a CPU also slots, groups and rows out of range and a destination named twice.
+    """
+    shapes = Shapes("copy_slots")
+    op = shapes.op
+    require(pool.dim() >= 2, op, "pool", f"of shape {tuple(pool.shape)}", "[L, S, ...]")
+    require(not pool.is_complex() and pool.element_size() in naive.SAME_WIDTH, op, "pool", f"of dtype {pool.dtype}",
+            "a dtype of 1, 2, 4 or 8 bytes, not complex")
+    shapes("src_slots", src_slots, "G B", INDEX)
+    shapes("dst_slots", dst_slots, "G B", INDEX)
+    shapes("active_rows", active_rows, "B", INDEX)
+    shapes("layer_group", layer_group, "L", INDEX)
+    require(layer_group.shape[0] == pool.shape[0], op, "layer_group", f"of shape {tuple(layer_group.shape)}",
+            f"[L] with L = {pool.shape[0]}")
+    require(pool.device == src_slots.device, op, "pool", f"on {pool.device}", f"on {src_slots.device}")
