@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..tokens.naive import look_up_slots, real_lengths, token_rows
 
-# Elements of the keys and values gathered at a time, and of an attention mask; 16 MiB in float32.
-GATHER_LIMIT = 1 << 22
+# Elements of the keys and values gathered at a time (32 MiB in float32), and of an attention mask.
+GATHER_LIMIT = 1 << 23
 MASK_LIMIT = 1 << 22
 
 

@@ -59,8 +59,7 @@ def _positions_values(positions, seq_lens, idx_mapping, query_start_loc, num_com
     require_range(op, "num_computed", num_computed[used], 0, 2**31 - 1)
 
 
-@register(mutates=("positions", "seq_lens"), cpu=naive.prepare_positions,
-          check_values=_positions_values)
+@register(mutates=("positions", "seq_lens"), cpu=naive.prepare_positions, check_values=_positions_values)
 def prepare_positions(
     positions: Tensor,
     seq_lens: Tensor,

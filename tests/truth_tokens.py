@@ -1,0 +1,42 @@
+"""Token ops, one token at a time."""
+
+
+def row_tokens(query_start_loc, query_lens, row):
+    """The real tokens of a row, in order."""
+    begin, end = int(query_start_loc[row]), int(query_start_loc[row + 1])
+    return range(begin, end if query_lens is None else begin + int(query_lens[row]))
+
+
+def slot_of(table_row, position, block_size):
+    """Slot of a position, -1 where the row's table has no block for it."""
+    column = position // block_size
+    if column >= len(table_row) or int(table_row[column]) <= 0:
+        return -1
+    return int(table_row[column]) * block_size + position % block_size
+
+
+def prepare_positions(positions, seq_lens, idx_mapping, query_start_loc, num_computed, query_lens):
+    positions[:] = 0
+    for row, req in enumerate(idx_mapping.tolist()):
+        seq_lens[row] = 0
+        if req < 0:
+            continue
+        tokens = row_tokens(query_start_loc, query_lens, row)
+        seq_lens[row] = int(num_computed[req]) + len(tokens)
+        for i, token in enumerate(tokens):
+            positions[token] = int(num_computed[req]) + i
+
+
+def compute_slot_mappings(slot_mappings, block_tables, query_start_loc, positions, block_sizes, query_lens):
+    slot_mappings[:] = -1
+    for group, size in enumerate(block_sizes.tolist()):
+        for row in range(block_tables.shape[1]):
+            for token in row_tokens(query_start_loc, query_lens, row):
+                slot_mappings[group, token] = slot_of(block_tables[group, row], int(positions[token]), size)
+
+
+def write_kv(cache, k, v, slot_mapping):
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            block, offset = divmod(slot, cache.shape[1])
+            cache[block, offset, 0], cache[block, offset, 1] = k[token], v[token]
