@@ -1,0 +1,29 @@
+"""torch_replay: hybrid language models that decode fast and correctly under `torch.compile`.
+
+Importing it registers the custom ops (`torch.ops.torch_replay.*`).
+"""
+
+import os as _os
+
+_here = _os.path.dirname(_os.path.abspath(__file__))
+if not _os.path.isdir(_os.path.join(_here, "ops")):
+    # Inside a clone this folder shadows an installed copy, and ops/ and graphs/ lie beside it, not in it.
+    __path__.append(_os.path.dirname(_here))
+
+from . import ops  # noqa: E402
+
+__version__ = "0.1.0"
+_LAZY = {
+    "Engine": "engine", "EngineConfig": "engine", "RequestOutput": "engine", "SamplingParams": "request",
+    "ReplayContext": "replay_context", "HybridConfig": "models", "HybridModel": "models",
+}
+__all__ = ["ops", *_LAZY]
+
+
+def __getattr__(name: str):
+    """Engine and models are imported on first use: the ops alone cost no more than torch itself."""
+    if name in _LAZY:
+        import importlib
+
+        return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

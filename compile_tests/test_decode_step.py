@@ -1,0 +1,106 @@
+"""The uniform decode step is one graph, stays one graph, and computes what it computes eagerly."""
+
+from collections import Counter
+
+import pytest
+import torch
+from tiny import engine, tiny_model
+
+from torch_replay import SamplingParams
+from torch_replay.graphs.step import compile_alone
+
+PATTERN = ("mamba2", "gdn", "swa", "full", "mlp", "mamba2")
+PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(pattern=PATTERN)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(1, 61, (n,), generator=generator).tolist() for n in (5, 1, 37, 70, 16, 12)]
+
+
+def traced(model, **options) -> tuple[Counter, int]:
+    """Calls of the decode step's FX graph by target, and how many graphs there were."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    runner = engine(model, **options)
+    torch._dynamo.reset()
+    runner.decode.run = torch.compile(runner.decode.step, fullgraph=True, backend=backend, dynamic=False)
+    runner.warm_up()
+    nodes = [node for node in graphs[0].graph.nodes if node.op == "call_function"]
+    return Counter(str(node.target) for node in nodes), len(graphs)
+
+
+HISTOGRAM = {
+    "replay": {
+        "prepare_positions": 1, "gather_block_tables": 3, "compute_slot_mappings": 1, "swa_indices": 1,
+        "conv_replay": 3, "mamba2_replay": 2, "gdn_replay": 1, "write_kv": 2, "swa_attention": 1, "paged_attention": 1,
+        "ring_commit": 2,
+    },
+    "plain": {
+        "prepare_positions": 1, "gather_block_tables": 1, "compute_slot_mappings": 1, "swa_indices": 1,
+        "conv_replay": 3, "mamba2_update": 2, "gdn_update": 1, "write_kv": 2, "swa_attention": 1, "paged_attention": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("route", HISTOGRAM)
+@pytest.mark.parametrize("num_spec", [0, 3])
+def test_op_histogram(model, route, num_spec):
+    """An op does one family's work: these and no others stand in the graph, and the matmuls are ordinary torch."""
+    calls, graphs = traced(model, replay=route == "replay", num_spec=num_spec)
+    assert graphs == 1
+    ours = {name.removeprefix("torch_replay."): n for name, n in calls.items() if name.startswith("torch_replay.")}
+    assert {name.removesuffix(".default"): n for name, n in ours.items()} == HISTOGRAM[route]
+    # in and out of each mixer, up and down of the MLP, and the tied head
+    assert sum(n for name, n in calls.items() if "linear" in name) == 2 * len(PATTERN) + 1
+
+
+@pytest.mark.parametrize("options", [{"num_spec": 2}, {"replay": False, "num_spec": 2}, {"window": 3}], ids=str)
+def test_one_graph_and_no_recompile(model, prompts, options):
+    """Rows come and go, lengths, cursors and draft counts vary: one graph, no break, no recompile, the eager text."""
+    want = [output.token_ids for output in engine(model, **options).generate(prompts, PARAMS)]
+    runner = engine(model, compiled=True, **options)
+    runner.warm_up()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        got = [output.token_ids for output in runner.generate(prompts, PARAMS)]
+    assert got == want
+    assert runner.compile_counts.as_dict() == {"graphs": 1, "graph_breaks": 0, "recompiles": 0}
+
+
+def test_counts_see_a_recompile(model):
+    """Negative control: a step that branches on a Python number that changes is counted as recompiled."""
+    runner = engine(model)
+
+    class Branching:
+        limit = 0
+
+        def step(self):
+            return torch.ones(2) * self.limit
+
+    branching = Branching()
+    run = compile_alone(branching.step)
+    with runner.compile_counts.warming_up():
+        run()
+    branching.limit = 5
+    with runner.compile_counts.serving():
+        run()
+    assert runner.compile_counts.recompiles == 1
+
+
+def test_many_engines(model, prompts):
+    """Engines do not share the eight compiled variants that Dynamo allows a code object."""
+    for _ in range(10):
+        runner = engine(model, compiled=True)
+        runner.decode.run = torch.compile(
+            compile_alone(runner.decode.step)._torchdynamo_orig_callable, fullgraph=True, backend="eager")
+        assert len(runner.generate(prompts[:1], SamplingParams(max_tokens=3))) == 1

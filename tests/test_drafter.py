@@ -1,0 +1,54 @@
+"""Prompt lookup against a search by hand."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torch_replay.drafter import NoDraft, PromptLookup
+
+
+def by_hand(tokens, limit, max_ngram, min_ngram):
+    """Longest suffix first, its latest earlier occurrence first."""
+    for size in range(max_ngram, min_ngram - 1, -1):
+        for begin in range(len(tokens) - size - 1, -1, -1):
+            if tokens[begin : begin + size] == tokens[-size:]:
+                return tokens[begin + size :][:limit]
+    return []
+
+
+@settings(max_examples=400, deadline=None, derandomize=True, database=None)
+@given(st.lists(st.integers(0, 3), max_size=40), st.integers(0, 6), st.integers(1, 3), st.integers(0, 3))
+def test_against_search_by_hand(tokens, limit, min_ngram, more):
+    """Few different tokens, so that matches of every length, overlapping ones included, occur."""
+    drafter = PromptLookup(min_ngram + more, min_ngram)
+    assert drafter.propose(tokens, limit) == by_hand(tokens, limit, min_ngram + more, min_ngram)
+
+
+def test_examples():
+    """Longest before most recent, most recent among equals, nothing without two matching tokens."""
+    drafter = PromptLookup()
+    assert drafter.propose([1, 2, 3, 4, 5, 9, 3, 4, 6, 1, 2, 3, 4], 3) == [5, 9, 3]
+    assert drafter.propose([1, 2, 7, 1, 2, 8, 1, 2], 2) == [8, 1]
+    assert drafter.propose([1, 2, 3, 9, 3], 4) == []
+    assert drafter.propose([5, 5, 5], 4) == [5]
+    assert drafter.propose([1, 2, 1, 2], 4) == [1, 2]
+    assert drafter.propose([], 4) == drafter.propose([1], 4) == drafter.propose([1, 2, 1, 2], 0) == []
+    large = [2**40, 2**40 + 1, 3, 2**40, 2**40 + 1]
+    assert drafter.propose(large, 1) == [3]
+    assert NoDraft().propose([1, 2, 1, 2], 4) == []
+
+
+def test_history_bounds_the_search():
+    """Only the last `history` tokens are searched, and the proposal comes from there too."""
+    tokens = [1, 2, 3] + [9] * 10 + [1, 2]
+    assert PromptLookup(history=15).propose(tokens, 1) == [3]
+    assert PromptLookup(history=14).propose(tokens, 1) == []
+
+
+def test_sizes_are_checked():
+    """Sizes below one or out of order are refused by name."""
+    for sizes, name in (({"min_ngram": 0}, "min_ngram"), ({"max_ngram": 1}, "max_ngram"), ({"history": 4}, "history")):
+        with pytest.raises(ValueError, match=f"^{name}"):
+            PromptLookup(**sizes)
+    with pytest.raises(TypeError, match="max_ngram"):
+        PromptLookup(max_ngram=2.0)

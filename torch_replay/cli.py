@@ -1,0 +1,218 @@
+"""The command line: `torch-replay generate` and `torch-replay info`, also as `python -m torch_replay`."""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from .progress import Ticker, TokenBar
+
+BUILT_IN_PROMPTS = (
+    "def read_config(path):\n    \"\"\"Read the configuration",
+    "import os\nimport sys\n\nclass ",
+    "In the beginning God created the heaven and the earth. And",
+    "And Moses said unto the people,",
+)
+
+
+class UserError(Exception):
+    """Something the user gave cannot be used; the message is the one line that they see."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit status: 0, 2 for bad input, 130 after an interrupt."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except UserError as error:
+        print(f"torch-replay: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("torch-replay: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="torch-replay", description="Hybrid language models under torch.compile.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    generate = commands.add_parser("generate", help="write text from prompts", description=(
+        "Streams the continuation of each prompt, then prints what the run did. Without prompts, built-in ones run."))
+    generate.set_defaults(run=_generate)
+    generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue")
+    generate.add_argument("--file", action="append", default=[], metavar="F", help="a file that is one more prompt")
+    generate.add_argument("--model", metavar="DIR", help="model folder (default: the small model of the package)")
+    generate.add_argument("--max-tokens", type=_integer(1), default=128, metavar="N", help="tokens a prompt (128)")
+    generate.add_argument("--spec", type=_integer(0, 15), default=0, metavar="K",
+                          help="drafts a step by prompt lookup (0)")
+    generate.add_argument("--no-replay", action="store_true", help="write the recurrent state at every step")
+    generate.add_argument("--batch", type=_integer(1), metavar="N", help="requests that run together (at most 8)")
+    generate.add_argument("--seed", type=_integer(0, 2**62), default=0, metavar="S",
+                          help="sampling seed of the first prompt, plus one for each further prompt (0)")
+    generate.add_argument("--temperature", type=_real(0.0, math.inf), default=0.0, metavar="X", help="0 is greedy (0)")
+    generate.add_argument("--top-k", type=_integer(0), default=0, metavar="N", help="sample among N tokens, 0: all (0)")
+    generate.add_argument("--top-p", type=_real(0.0, 1.0), default=1.0, metavar="X", help="probability to keep (1)")
+    generate.add_argument("--json", action="store_true", help="print one JSON object instead")
+    generate.add_argument("--device", default="cpu", metavar="D", help="cpu or cuda (cpu)")
+    info = commands.add_parser("info", help="versions, devices and ops")
+    info.set_defaults(run=_info)
+    info.add_argument("--json", action="store_true", help="print one JSON object instead")
+    return parser
+
+
+def _integer(low: int, high: int | None = None) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or value < low or (high is not None and value > high):
+            limit = f"from {low} to {high}" if high is not None else f"of at least {low}"
+            raise argparse.ArgumentTypeError(f"{text!r}, expected an integer {limit}")
+        return value
+
+    return parse
+
+
+def _real(low: float, high: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high or math.isinf(value):
+            limit = f"from {low:g} to {high:g}" if math.isfinite(high) else f"of at least {low:g}"
+            raise argparse.ArgumentTypeError(f"{text!r}, expected a number {limit}")
+        return value
+
+    return parse
+
+
+def _prompts(arguments) -> list[str]:
+    prompts = list(arguments.prompts)
+    for name in arguments.file:
+        try:
+            prompts.append(Path(name).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+            raise UserError(f"--file {name}: {reason}") from None
+        if not prompts[-1]:
+            raise UserError(f"--file {name}: the file is empty, expected a prompt")
+    if any(not prompt for prompt in prompts):
+        raise UserError("PROMPT is empty, expected text")
+    return prompts or list(BUILT_IN_PROMPTS)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"--device {name}: unknown, expected cpu or cuda") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"--device {name}: not supported, expected cpu or cuda")
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise UserError(f"--device {name}: this machine has no such device ({torch.cuda.device_count()} CUDA devices)")
+    return device
+
+
+def _load(folder: str | None, device: torch.device):
+    from .models import HybridModel, load_tokenizer, small_model_dir
+
+    folder = small_model_dir() if folder is None else Path(folder)
+    try:
+        model = HybridModel.from_pretrained(folder, device, torch.float32)
+        return model.requires_grad_(False), load_tokenizer(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--model {error}") from None
+
+
+def _generate(arguments) -> int:
+    from .engine import Engine, EngineConfig
+    from .request import SamplingParams
+
+    prompts = _prompts(arguments)
+    if arguments.top_p == 0:
+        raise UserError("--top-p 0: expected a number above 0")
+    device = _device(arguments.device)
+    model, tokenizer = _load(arguments.model, device)
+    batch = min(len(prompts), 8) if arguments.batch is None else arguments.batch
+    config = EngineConfig(max_num_seqs=batch, num_spec=arguments.spec, replay=not arguments.no_replay)
+    engine = Engine(model, tokenizer, config)
+    requests = []
+    for index, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature,
+                                top_k=arguments.top_k, top_p=arguments.top_p, seed=arguments.seed + index)
+        try:
+            requests.append(engine.add_request(prompt, params))
+        except ValueError as error:
+            raise UserError(f"prompt {index + 1}: {error}") from None
+    with Ticker("compiling the decode step", quiet=arguments.json) as ticker:
+        engine.warm_up()
+    shown = None if arguments.json else TokenBar(prompts, arguments.max_tokens)
+    final = _run(engine, requests, shown)
+    stats = {**engine.stats.as_dict(), **engine.compile_counts.as_dict(), "compile_seconds": ticker.seconds,
+             "device": str(device), "batch": batch, "spec": arguments.spec}
+    if arguments.json:
+        listed = [_describe(prompt, len(tokenizer.encode(prompt).ids), final[request])
+                  for prompt, request in zip(prompts, requests, strict=True)]
+        print(json.dumps({"requests": listed, "stats": stats}))
+    else:
+        print(_table(stats))
+    return 0
+
+
+def _run(engine, requests: list[str], shown) -> dict:
+    final = {}
+    while engine.has_work:
+        for output in engine.step():
+            final[output.id] = output
+            if shown is not None:
+                shown.show(requests.index(output.id), output)
+    if shown is not None:
+        shown.close()
+    return final
+
+
+def _describe(prompt: str, prompt_tokens: int, output) -> dict:
+    return {"prompt": prompt, "text": output.text, "token_ids": output.token_ids,
+            "finish_reason": output.finish_reason, "prompt_tokens": prompt_tokens,
+            "output_tokens": len(output.token_ids)}
+
+
+def _table(stats: dict) -> str:
+    def number(value, form="{:,.1f}"):
+        return "-" if value is None else form.format(value)
+
+    route = {True: "measured", False: "computed"}
+    rows = [
+        ("prefill", f"{stats['prefill_tokens']} tokens, {number(stats['prefill_tokens_per_second'])} a second"),
+        ("decode", f"{stats['decode_tokens']} tokens, {number(stats['tokens_per_second'])} a second, "
+                   f"{stats['decode_steps']} steps"),
+        ("drafts accepted", number(stats["acceptance_rate"], "{:.1%}")),
+        ("steps of a row that flush", number(stats["flush_rate"], "{:.1%}")),
+        ("state bytes written per token", f"{number(stats['state_bytes_per_token_replay'], '{:,.0f}')} with replay "
+                                          f"({route[stats['replay']]}), "
+                                          f"{number(stats['state_bytes_per_token_plain'], '{:,.0f}')} without "
+                                          f"({route[not stats['replay']]})"),
+        ("compiled graphs a decode step", str(stats["graphs"])),
+        ("graph breaks", str(stats["graph_breaks"])),
+        ("recompiles after warm-up", str(stats["recompiles"])),
+        ("compile seconds", number(stats["compile_seconds"])),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _info(arguments) -> int:
+    from .info import describe, render
+
+    facts = describe()
+    print(json.dumps(facts) if arguments.json else render(facts))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,278 @@
+"""`Engine`: continuous batching over a hybrid model, with chunked prefill and speculative decoding."""
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Optional
+
+import torch
+
+from .detokenizer import Detokenizer
+from .drafter import Drafter, NoDraft, PromptLookup
+from .graphs.step import DecodeStep, RequestState, prefill
+from .memory import MemoryConfig, ModelMemory
+from .models import HybridModel
+from .replay_context import ReplayContext
+from .request import Request, SamplingParams
+from .scheduler import KVGroup, Plan, Scheduler
+from .stats import CompileCounts, Stats
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Limits and choices of an engine. Lengths are in tokens.
+
+    max_num_seqs: requests that run together. max_model_len: context, None for the model's. num_blocks: blocks of each
+    KV group including the null block, None for enough to run max_num_seqs requests of full length. num_spec: drafts a
+    step at most. window: W, ring rows before a checkpoint is rewritten. ring_len: R, None for W + 1 + num_spec.
+    replay: False writes the recurrent state at every step. prefill_budget, chunk_size, prefill_rows: prompt tokens a
+    step, prompt tokens a request a step, requests that prefill in one step. compiled: False runs the decode step
+    eagerly.
+    """
+
+    max_num_seqs: int = 8
+    max_model_len: Optional[int] = None
+    block_size: int = 16
+    num_blocks: Optional[int] = None
+    num_spec: int = 0
+    window: int = 16
+    ring_len: Optional[int] = None
+    replay: bool = True
+    prefill_budget: int = 512
+    chunk_size: int = 256
+    prefill_rows: int = 4
+    compiled: bool = True
+    dtype: torch.dtype = torch.float32
+    state_dtype: torch.dtype = torch.float32
+
+    def __post_init__(self):
+        for name in ("max_num_seqs", "block_size", "window", "prefill_budget", "chunk_size", "prefill_rows"):
+            self._require(name, 1)
+        self._require("num_spec", 0)
+        for name, least in (("max_model_len", 2), ("num_blocks", 2), ("ring_len", self.window + 1 + self.num_spec)):
+            if getattr(self, name) is not None:
+                self._require(name, least)
+        if self.num_spec + 1 > self.window:
+            raise ValueError(f"num_spec is {self.num_spec}, expected less than window = {self.window}")
+
+    def _require(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} is {value!r}, expected an integer of at least {least}")
+
+
+@dataclass
+class RequestOutput:
+    """What a step did for one request. `text` and `token_ids` are all of the output so far."""
+
+    id: str
+    token_ids: list[int]
+    text: str
+    new_text: str
+    finish_reason: Optional[str]
+
+
+class Engine:
+    """Runs requests on a `HybridModel`: they join and leave between steps, each step decoding all that are ready.
+
+        engine = Engine(model, tokenizer, EngineConfig(num_spec=3))
+        for output in engine.generate(["def main("], SamplingParams(max_tokens=64)):
+            print(output.text)
+
+    `tokenizer` is a `tokenizers.Tokenizer`; without one, prompts are token ids and text is empty. `drafter` proposes
+    drafts when `num_spec` > 0; prompt lookup by default. Greedy text and sampled text alike do not depend on what else
+    runs, on chunking, on preemption or on drafts: sampling draws from (seed, position) alone.
+    """
+
+    def __init__(self, model: HybridModel, tokenizer=None, config: EngineConfig = EngineConfig(),
+                 drafter: Optional[Drafter] = None):
+        context = model.config.max_position
+        length = context if config.max_model_len is None else config.max_model_len
+        if length > context:
+            raise ValueError(f"max_model_len is {length}, expected at most the model's context of {context}")
+        self.config = replace(config, max_model_len=length)
+        self.model, self.tokenizer = model, tokenizer
+        tokens = 1 + config.num_spec
+        kinds = [kind for kind in ("full", "swa") if kind in model.config.pattern]
+        per_request = -(-length // config.block_size)
+        blocks = config.num_blocks or 1 + config.max_num_seqs * per_request
+        self.memory = ModelMemory(model, MemoryConfig(
+            config.max_num_seqs, tokens, config.block_size, dict.fromkeys(kinds, blocks), config.window,
+            config.ring_len, config.replay, config.state_dtype, config.dtype), model.embedding.weight.device)
+        self.requests = RequestState(self.memory, length)
+        self.decode = DecodeStep(model, self.memory, self.requests, config.max_num_seqs, tokens, config.compiled)
+        drafter = drafter or (PromptLookup() if config.num_spec else NoDraft())
+        windows = {"full": None, "swa": model.config.sliding_window}
+        self.scheduler = Scheduler(
+            [KVGroup(kind, blocks, windows[kind]) for kind in kinds], max_num_seqs=config.max_num_seqs,
+            max_model_len=length, block_size=config.block_size, prefill_budget=config.prefill_budget,
+            chunk_size=config.chunk_size, prefill_rows=config.prefill_rows, num_spec=config.num_spec, drafter=drafter)
+        self.stats = Stats(self.memory)
+        self.compile_counts = CompileCounts()
+        self._live: dict[str, tuple[Request, Detokenizer, Optional[Callable]]] = {}
+        self._ids = itertools.count()
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def warm_up(self) -> float:
+        """Compiles the decode step on rows of padding, which change no state. Returns the seconds it took."""
+        begin = time.perf_counter()
+        with self.compile_counts.warming_up():
+            self.decode([])
+        return time.perf_counter() - begin
+
+    def add_request(self, prompt, params: SamplingParams = SamplingParams(), request_id: Optional[str] = None,
+                    on_output: Optional[Callable[[RequestOutput], None]] = None) -> str:
+        """Queues a prompt (text or token ids) and returns the request's id.
+
+        on_output is called after each step that made tokens for the request. If it raises, the request ends with
+        finish_reason "error", the others go on, and `step` raises the exception once they are all dealt with.
+
+        Raises:
+            ValueError: empty prompt, ids outside the vocabulary, a prompt that leaves no room for a token, an id in
+                use. TypeError: text without a tokenizer.
+        """
+        ids = self._encode(prompt)
+        request_id = f"request-{next(self._ids)}" if request_id is None else request_id
+        if request_id in self._live:
+            raise ValueError(f"request_id is {request_id!r}, expected one that is not in use")
+        request = Request(request_id, ids, params)
+        self.scheduler.add(request)
+        self._live[request_id] = (request, Detokenizer(self.tokenizer, params.stop), on_output)
+        return request_id
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request with finish_reason "abort"; False if there is none of that id."""
+        self._live.pop(request_id, None)
+        return self.scheduler.abort(request_id)
+
+    def step(self) -> list[RequestOutput]:
+        """One scheduling step: chunks of prompts, then one token or more for every request that decodes.
+
+        If the model fails, every request of the step is put back to be computed anew from its tokens, the others keep
+        all they have, and the exception is raised again; `step` may be called again.
+        """
+        plan = self.scheduler.schedule()
+        outputs: list[RequestOutput] = []
+        failures: list[Exception] = []
+        try:
+            self._upload(plan)
+            if plan.prefills:
+                self._prefill(plan, outputs, failures)
+            if plan.decodes:
+                self._decode(plan, outputs, failures)
+        except BaseException:
+            self.scheduler.recover(plan)
+            raise
+        if failures:
+            raise failures[0]
+        return outputs
+
+    def generate(self, prompts: Sequence, params: SamplingParams = SamplingParams()) -> list[RequestOutput]:
+        """Runs prompts to their end and returns their final outputs in order."""
+        final: dict[str, RequestOutput] = {}
+        ids = [self.add_request(prompt, params) for prompt in prompts]
+        while self.has_work:
+            final.update((output.id, output) for output in self.step())
+        return [final[request_id] for request_id in ids]
+
+    def _encode(self, prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise TypeError("prompt is str, expected token ids: the engine has no tokenizer")
+            ids = self.tokenizer.encode(prompt).ids
+        else:
+            ids = [int(token) for token in prompt]
+        size = self.model.config.vocab_size
+        for token in ids:
+            if not 0 <= token < size:
+                raise ValueError(f"prompt holds token {token}, expected ids in [0, {size})")
+        return ids
+
+    def _upload(self, plan: Plan) -> None:
+        """Writes the buffers of every request of the plan: its length, parameters and block tables."""
+        state = self.requests
+        for request in [chunk.request for chunk in plan.prefills] + plan.decodes:
+            index, params = request.index, request.params
+            state.num_computed[index] = request.num_computed
+            state.temperature[index], state.top_p[index] = params.temperature, params.top_p
+            state.top_k[index], state.seeds[index] = params.top_k, params.seed
+            for group, kind in enumerate(self.memory.kv):
+                table = request.tables[kind]
+                state.kv_tables[group, index].zero_()
+                state.kv_tables[group, index, : len(table)] = torch.tensor(table, dtype=torch.int32)
+            for states in self.memory.states.values():
+                if isinstance(states, ReplayContext):
+                    states.request_tables[:, index, 0] = index + 1
+
+    def _prefill(self, plan: Plan, outputs, failures) -> None:
+        begin = time.perf_counter()
+        chunks = [(chunk.request.index, chunk.request.tokens[chunk.start : chunk.start + chunk.length])
+                  for chunk in plan.prefills]
+        samples = prefill(self.model, self.memory, self.requests, chunks)
+        names = [chunk.request.id for chunk in plan.prefills]
+        self.stats.record_prefill(names, sum(len(ids) for _, ids in chunks), time.perf_counter() - begin)
+        for chunk, token in zip(plan.prefills, samples, strict=True):
+            chunk.request.num_computed += chunk.length
+            self._commit(chunk.request, [token] if chunk.last else [], outputs, failures)
+
+    def _decode(self, plan: Plan, outputs, failures) -> None:
+        begin = time.perf_counter()
+        plan.drafts = [self._known(draft) for draft in plan.drafts]
+        rows = [(request.index, [request.tokens[-1], *drafts])
+                for request, drafts in zip(plan.decodes, plan.drafts, strict=True)]
+        with self.compile_counts.serving():
+            result = self.decode(rows)
+        seconds = time.perf_counter() - begin
+        made = 0
+        for row, request in enumerate(plan.decodes):
+            accepted = result.accepted[row]
+            request.num_computed += accepted
+            request.decode_steps += 1
+            request.drafted += len(plan.drafts[row])
+            request.accepted += accepted - 1
+            made += self._commit(request, result.samples[row][:accepted], outputs, failures)
+        drafts = [len(draft) for draft in plan.drafts]
+        names = [request.id for request in plan.decodes]
+        self.stats.record_decode(names, drafts, result.accepted, made, seconds)
+        self.stats.flushes += sum(result.flushed)
+
+    def _known(self, draft: list[int]) -> list[int]:
+        """A drafter may be anybody's: a token outside the vocabulary ends its draft."""
+        size = self.model.config.vocab_size
+        return list(itertools.takewhile(lambda token: 0 <= token < size, draft))
+
+    def _commit(self, request: Request, tokens: list[int], outputs, failures) -> int:
+        """Appends a step's tokens up to the first that ends the request; returns how many were kept."""
+        self.scheduler.release_window(request)
+        if not tokens:
+            return 0
+        _, text, on_output = self._live[request.id]
+        params, before = request.params, len(request.output_ids)
+        reason = None
+        for token in tokens:
+            request.output_ids.append(token)
+            if token == self.model.config.eos_token_id and not params.ignore_eos:
+                reason = "stop"
+            elif text.append(token):
+                reason = "stop"
+            elif len(request.output_ids) >= params.max_tokens or request.num_tokens >= self.config.max_model_len:
+                reason = "length"
+            if reason:
+                break
+        new_text = text.flush() if reason else text.take()
+        output = RequestOutput(request.id, list(request.output_ids), text.text, new_text, reason)
+        if on_output is not None:
+            try:
+                on_output(output)
+            except Exception as error:
+                output.finish_reason = reason = "error"
+                failures.append(error)
+        if reason:
+            self.scheduler.finish(request, reason)
+            del self._live[request.id]
+        outputs.append(output)
+        return len(request.output_ids) - before

@@ -1,0 +1,47 @@
+"""Facts for `torch-replay info`: versions, devices, and the kernel behind every op."""
+
+import importlib.metadata
+import platform
+
+import torch
+
+from .ops import OPS
+
+PACKAGES = ("torch", "triton", "flashinfer-python", "numpy", "safetensors", "tokenizers", "transformers")
+
+
+def describe() -> dict:
+    """Versions of the packages that matter, devices, and for each op the kernel of each device type."""
+    from . import __version__
+
+    return {
+        "torch_replay": __version__,
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "devices": ["cpu", *(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))],
+        "threads": torch.get_num_threads(),
+        "ops": {name: {device: _kernel(kernel) for device, kernel in op.kernels.items()} for name, op in OPS.items()},
+    }
+
+
+def render(facts: dict) -> str:
+    """`describe()` as text."""
+    lines = [f"torch_replay {facts['torch_replay']}, Python {facts['python']}"]
+    lines += [f"  {name:<18} {version or 'not installed'}" for name, version in facts["packages"].items()]
+    lines += ["devices", *(f"  {name}" for name in facts["devices"]), "ops (torch.ops.torch_replay) and their kernels"]
+    width = max(len(name) for name in facts["ops"])
+    for name, kernels in facts["ops"].items():
+        lines.append(f"  {name:<{width}}  " + ", ".join(f"{device}: {kernel}" for device, kernel in kernels.items()))
+    return "\n".join(lines)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _kernel(kernel) -> str:
+    module = kernel if isinstance(kernel, str) else kernel.__module__
+    return "reference (torch)" if module.endswith(".naive") else module

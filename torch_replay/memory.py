@@ -1,0 +1,88 @@
+"""All memory that a model's layers keep between steps: state pools, conv rings, paged key-value caches."""
+
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from .models import HybridConfig, HybridModel
+from .replay_context import PlainStates, ReplayContext, StateGroup, StateLayer
+
+STATE_KINDS = ("mamba2", "gdn")
+KV_KINDS = ("full", "swa")
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """Sizes of a model's memory. Lengths are in tokens, `num_blocks` counts the null block."""
+
+    max_num_seqs: int
+    max_tokens: int  # T, tokens of a decode row
+    block_size: int
+    num_blocks: dict[str, int]  # by KV kind
+    window: int = 16  # W
+    ring_len: Optional[int] = None  # R, default W + T
+    replay: bool = True
+    state_dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.float32  # rings, conv rings and KV caches
+
+
+class ModelMemory:
+    """The pools of a model, and which of them each layer uses.
+
+    Attributes:
+        states: family -> ReplayContext, or PlainStates without replay. One context per family, one group in each.
+        kv: KV kind -> list of caches [blocks, block_size, 2, KVH, D], each a storage of its own.
+        attention_window: SW.
+        place: for each sublayer, its index among the layers of its kind.
+    """
+
+    def __init__(self, model: HybridModel, config: MemoryConfig, device="cpu"):
+        self.config, self.device = config, torch.device(device)
+        pattern = model.config.pattern
+        self.place = [pattern[:i].count(kind) for i, kind in enumerate(pattern)]
+        self.attention_window = model.config.sliding_window
+        self.states, self.kv = {}, {}
+        for family in STATE_KINDS:
+            layers = [state_layer(model.config, config, family, i) for i, kind in enumerate(pattern) if kind == family]
+            if layers and config.replay:
+                self.states[family] = ReplayContext.create(
+                    [StateGroup(family, tuple(layers), config.block_size)], config.max_num_seqs,
+                    num_slots=config.max_num_seqs + 1, device=device)
+            elif layers:
+                self.states[family] = PlainStates(layers, config.max_num_seqs, device)
+        if config.replay and "mamba2" in self.states:
+            rates = [layer.mixer.decay_rates() for layer in model.layers if layer.kind == "mamba2"]
+            self.states["mamba2"].bind_decay(torch.stack(rates).detach())
+        for kind in KV_KINDS:
+            shape = (config.num_blocks.get(kind, 0), config.block_size, 2, model.config.num_kv_heads,
+                     model.config.head_dim)
+            if kind in pattern:
+                self.kv[kind] = [torch.zeros(shape, dtype=config.dtype, device=device)
+                                 for _ in range(pattern.count(kind))]
+
+    def tensors(self) -> list[Tensor]:
+        """Every persistent tensor."""
+        found = [cache for caches in self.kv.values() for cache in caches]
+        for states in self.states.values():
+            if isinstance(states, ReplayContext):
+                tables = (states.block_tables, states.request_tables, states.src_slots, states.dst_slots,
+                          states.plan_start, states.plan_count)
+                found += [*states.block_copy_tensors(), *tables]
+            else:
+                found += [states.state, states.conv_ring, states.own_slots]
+        return found
+
+
+def state_layer(model: HybridConfig, memory: MemoryConfig, family: str, index: int) -> StateLayer:
+    """The memory of sublayer `index`, of kind `family`."""
+    if family == "mamba2":
+        sizes = (model.mamba_heads, model.mamba_groups, model.mamba_head_dim, model.mamba_state_dim,
+                 model.mamba_conv_dim)
+    else:
+        sizes = (model.gdn_value_heads, model.gdn_key_heads, model.gdn_value_dim, model.gdn_key_dim, model.gdn_conv_dim)
+    ring_len = memory.window + memory.max_tokens if memory.ring_len is None else memory.ring_len
+    return StateLayer(f"{index}.{family}", family, *sizes, conv_width=model.conv_width, window=memory.window,
+                      ring_len=ring_len, max_tokens=memory.max_tokens, state_dtype=memory.state_dtype,
+                      ring_dtype=memory.dtype, conv_dtype=memory.dtype)

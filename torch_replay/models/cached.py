@@ -1,0 +1,161 @@
+"""The forward of a `HybridModel` over its memory: prefill of prompt chunks, and decode through the ops.
+
+Both routes take tokens as `[rows, T]` of which the first `query_lens[row]` are real, share `project`, `split` and
+`output` of each mixer with training, and leave the caches so that either route may follow.
+"""
+
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..replay_context import ReplayContext
+from .layers import rope_rows
+
+
+@dataclass
+class Batch:
+    """One step's tensors. B rows, T tokens a row, tokens = B * T in row order."""
+
+    positions: Tensor  # [tokens] int64
+    first: Tensor  # [B] int64, position of each row's first token
+    seq_lens: Tensor  # [B] int32
+    query_start_loc: Tensor  # [B + 1] int32
+    query_lens: Tensor  # [B] int32
+    conv_slots: dict[str, Tensor]  # by family, [B] int32, 0 for padded rows
+    state_slots: dict[str, Tensor]  # by family, [B] int32, likewise
+    token_slots: dict[str, Optional[Tensor]]  # by family, [B, T] or None
+    block_tables: dict[str, Tensor]  # by KV kind, [B, C] int32
+    slot_mappings: dict[str, Tensor]  # by KV kind, [tokens] int64
+    swa_indices: Optional[Tensor] = None  # [tokens, window]
+    swa_lens: Optional[Tensor] = None  # [tokens]
+
+
+def forward_hidden(model, memory, input_ids: Tensor, batch: Batch, prefill: bool) -> Tensor:
+    """ids [B, T] -> residual stream [B, T, hidden] after the last sublayer; caches and rings are written.
+
+    Cursors are not: the caller commits them once it knows what was accepted.
+    """
+    rope = rope_rows(model.rope, batch.positions.view(input_ids.shape))
+    x = model.embedding(input_ids)
+    for layer, place in zip(model.layers, memory.place):
+        h = layer.norm(x)
+        if layer.kind == "mlp":
+            y = layer.mixer(h)
+        elif layer.kind in ("swa", "full"):
+            y = _attention(layer.mixer, layer.kind, memory.kv[layer.kind][place], h, rope, batch)
+        else:
+            route = _ROUTES[layer.kind, prefill]
+            y = route(layer.mixer, memory.states[layer.kind], place, h, batch)
+        x = x + y
+    return x
+
+
+def _attention(mixer, kind, cache, h, rope, batch):
+    q, k, v = (t.flatten(0, 1) for t in mixer.project(h, rope))
+    ops.write_kv(cache, k, v, batch.slot_mappings[kind])
+    if kind == "swa":
+        out = ops.swa_attention(q, cache, batch.swa_indices, batch.swa_lens, scale=mixer.scale)
+    else:
+        out = ops.paged_attention(q, cache, batch.block_tables[kind], batch.seq_lens, batch.query_start_loc,
+                                  batch.query_lens, scale=mixer.scale)
+    return mixer.output(out.unflatten(0, h.shape[:2]))
+
+
+def _conv_replay(mixer, states, place, raw, bias, batch):
+    return ops.conv_replay(states.conv_ring[place], raw, mixer.conv_weight, bias, batch.first,
+                           batch.conv_slots[states.family], batch.query_lens, silu=True)
+
+
+def _decode_mamba2(mixer, states, place, h, batch):
+    z, raw, dt = mixer.project(h)
+    x, B, C = mixer.split(_conv_replay(mixer, states, place, raw, mixer.conv_bias, batch))
+    inputs = (x, dt, mixer.decay_rates(), B, C, mixer.D, z, mixer.dt_bias, batch.state_slots["mamba2"],
+              batch.query_lens)
+    if not isinstance(states, ReplayContext):
+        y = ops.mamba2_update(states.state[place], *inputs, batch.token_slots["mamba2"])
+    else:
+        rings = (ring[place] for ring in states.rings)
+        y = ops.mamba2_replay(states.state[place], *rings, *states.cursors(place), *inputs, window=states.window)
+    return mixer.output(y)
+
+
+def _decode_gdn(mixer, states, place, h, batch):
+    raw, z, a, b = mixer.project(h)
+    q, k, v = mixer.split(_conv_replay(mixer, states, place, raw, None, batch))
+    inputs = (q, k, v, a, b, mixer.A_log, mixer.dt_bias, batch.state_slots["gdn"], batch.query_lens)
+    how = {"scale": mixer.scale, "l2norm": True}
+    if not isinstance(states, ReplayContext):
+        o = ops.gdn_update(states.state[place], *inputs, batch.token_slots["gdn"], **how)
+    else:
+        rings = (ring[place] for ring in states.rings)
+        o = ops.gdn_replay(states.state[place], *rings, *states.cursors(place), *inputs, window=states.window, **how)
+    return mixer.output(o, z)
+
+
+def _prefill_mamba2(mixer, states, place, h, batch):
+    z, raw, dt = mixer.project(h)
+    history = _conv_history(states, place, mixer.conv_weight.shape[1] - 1, batch)
+    x, B, C = mixer.split(mixer.conv(raw, history))
+    _append_conv(states, place, raw, batch)
+    real = _real_tokens(h, batch)[..., None]
+    y, final = mixer.core(x, torch.where(real, mixer.step_sizes(dt), 0.0), B, C,
+                          _initial_state(states, place, batch))
+    _store_state(states, place, final, batch)
+    return mixer.output(mixer.gate(y, z))
+
+
+def _prefill_gdn(mixer, states, place, h, batch):
+    raw, z, a, b = mixer.project(h)
+    history = _conv_history(states, place, mixer.conv_weight.shape[1] - 1, batch)
+    q, k, v = mixer.split(mixer.conv(raw, history))
+    _append_conv(states, place, raw, batch)
+    real = _real_tokens(h, batch)[..., None]
+    g, beta = (torch.where(real, value, 0.0) for value in mixer.decays(a, b))
+    o, final = mixer.core(q, k, v, g, beta, _initial_state(states, place, batch))
+    _store_state(states, place, final, batch)
+    return mixer.output(o, z)
+
+
+_ROUTES = {
+    ("mamba2", True): _prefill_mamba2, ("mamba2", False): _decode_mamba2,
+    ("gdn", True): _prefill_gdn, ("gdn", False): _decode_gdn,
+}
+
+
+def _real_tokens(h, batch):
+    """[B, T] flags of tokens that are not padding: padding passes a scan with step 0, which changes nothing."""
+    return torch.arange(h.shape[1], device=h.device) < batch.query_lens[:, None]
+
+
+def _initial_state(states, place, batch):
+    """State [B, ...] that a chunk starts from: zero at a prompt's first chunk, whatever the slot holds."""
+    began = (batch.first > 0).view(-1, 1, 1, 1)
+    return torch.where(began, states.state[place, batch.state_slots[states.family].long()].float(), 0.0)
+
+
+def _store_state(states, place, final, batch):
+    """Hands the state over as the new checkpoint. Prefill rows are real rows with slots of their own."""
+    states.state[place, batch.state_slots[states.family].long()] = final.to(states.state.dtype)
+
+
+def _conv_history(states, place, width, batch):
+    """The `width` inputs before each row's first token, [B, width, D], oldest first, zeros before position 0."""
+    ring, slots = states.conv_ring[place], batch.conv_slots[states.family].long()
+    position = batch.first[:, None] + torch.arange(-width, 0, device=ring.device)
+    found = ring[slots[:, None], :, position % ring.shape[2]]
+    return torch.where((position >= 0)[..., None], found, 0.0)
+
+
+def _append_conv(states, place, raw, batch):
+    """Writes each row's last inputs to their columns, `position % conv_len`. raw: [B, T, D]."""
+    ring, slots = states.conv_ring[place], batch.conv_slots[states.family].long()
+    length = ring.shape[2]
+    end = batch.first + batch.query_lens
+    column = torch.arange(length, device=raw.device)
+    # the newest token of the chunk that falls on each column, counted from the row's first token
+    token = batch.query_lens.long()[:, None] - 1 - (end[:, None] - 1 - column) % length
+    new = raw.gather(1, token.clamp(min=0)[..., None].expand(-1, -1, raw.shape[2])).transpose(1, 2)
+    ring[slots] = torch.where((token >= 0)[:, None], new.to(ring.dtype), ring[slots])

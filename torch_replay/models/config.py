@@ -1,0 +1,141 @@
+"""The configuration of a hybrid model: plain sizes, and the pattern of its residual sublayers."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+MODEL_TYPE = "torch_replay_hybrid"
+LAYER_KINDS = ("mamba2", "gdn", "swa", "full", "mlp")
+_REAL_FIELDS = ("rope_theta", "norm_eps")
+
+
+@dataclasses.dataclass(frozen=True)
+class HybridConfig:
+    """Sizes of a `HybridModel`; every pattern needs all of them, so that any pattern is one edit away.
+
+    `pattern` names the residual sublayers from the embedding to the final norm, each one of `LAYER_KINDS`. Letters in
+    the comments are those that the ops use for the same size. Raises ValueError, naming field, value got and value
+    expected, when a size is no positive integer, a head count does not divide by its group count, or a kind is unknown.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    pattern: tuple[str, ...]
+    mamba_heads: int  # H
+    mamba_head_dim: int  # P
+    mamba_state_dim: int  # N
+    mamba_groups: int  # Gr
+    gdn_key_heads: int  # H
+    gdn_value_heads: int  # HV
+    gdn_key_dim: int  # K
+    gdn_value_dim: int  # V
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    sliding_window: int  # SW: a token sees itself and the SW - 1 tokens before it
+    mlp_hidden: int
+    max_position: int
+    eos_token_id: int
+    conv_width: int = 4
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self):
+        _check_pattern(self.pattern)
+        object.__setattr__(self, "pattern", tuple(self.pattern))
+        for field in dataclasses.fields(self):
+            if field.name in _REAL_FIELDS:
+                _check_real(field.name, getattr(self, field.name))
+            elif field.name not in ("pattern", "eos_token_id"):
+                _check_size(field.name, getattr(self, field.name))
+        _check_divides(self, "mamba_heads", "mamba_groups")
+        _check_divides(self, "gdn_value_heads", "gdn_key_heads")
+        _check_divides(self, "num_heads", "num_kv_heads")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim: got {self.head_dim}, expected an even number (RoPE turns pairs)")
+        eos = self.eos_token_id
+        if not _is_int(eos) or not 0 <= eos < self.vocab_size:
+            raise ValueError(f"eos_token_id: got {eos!r}, expected an integer in [0, {self.vocab_size})")
+
+    @property
+    def mamba_inner(self) -> int:
+        """Width H * P of the Mamba-2 inner stream."""
+        return self.mamba_heads * self.mamba_head_dim
+
+    @property
+    def mamba_conv_dim(self) -> int:
+        """Channels of the Mamba-2 short convolution: x, then B, then C."""
+        return self.mamba_inner + 2 * self.mamba_groups * self.mamba_state_dim
+
+    @property
+    def gdn_conv_dim(self) -> int:
+        """Channels of the gated-delta-rule short convolution: q, then k, then v."""
+        return 2 * self.gdn_key_heads * self.gdn_key_dim + self.gdn_value_heads * self.gdn_value_dim
+
+    def to_dict(self) -> dict:
+        """A dict that `json.dump` takes, with `model_type` added; `from_dict` reads it back."""
+        return {"model_type": MODEL_TYPE, **dataclasses.asdict(self), "pattern": list(self.pattern)}
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "HybridConfig":
+        """The configuration a dict describes; ValueError for a missing or unknown field or another model type."""
+        if not isinstance(values, dict):
+            raise ValueError(f"config: got {type(values).__name__}, expected a JSON object")
+        values = dict(values)
+        kind = values.pop("model_type", None)
+        if kind != MODEL_TYPE:
+            raise ValueError(f"model_type: got {kind!r}, expected {MODEL_TYPE!r}")
+        fields = dataclasses.fields(cls)
+        unknown = sorted(set(values) - {field.name for field in fields})
+        if unknown:
+            raise ValueError(f"{unknown[0]}: unknown field, expected only {', '.join(f.name for f in fields)}")
+        required = {field.name for field in fields if field.default is dataclasses.MISSING}
+        missing = sorted(required - set(values))
+        if missing:
+            raise ValueError(f"{missing[0]}: missing, expected a value")
+        return cls(**values)
+
+    def save(self, path: str | Path) -> None:
+        """Writes `to_dict` as indented JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "HybridConfig":
+        """Reads what `save` wrote; FileNotFoundError without the file, ValueError if it is not such a JSON file."""
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: no such file, expected a model's config.json")
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path}: not readable as JSON ({error})") from error
+        return cls.from_dict(values)
+
+
+def _is_int(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_size(name, value):
+    if not _is_int(value) or value < 1:
+        raise ValueError(f"{name}: got {value!r}, expected a positive integer")
+
+
+def _check_real(name, value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{name}: got {value!r}, expected a positive finite number")
+
+
+def _check_divides(config, whole, part):
+    count, groups = getattr(config, whole), getattr(config, part)
+    if count % groups:
+        raise ValueError(f"{whole}: got {count}, expected a multiple of {part} = {groups}")
+
+
+def _check_pattern(pattern):
+    if not isinstance(pattern, (tuple, list)) or not pattern:
+        raise ValueError(f"pattern: got {pattern!r}, expected a non-empty list of layer kinds")
+    for kind in pattern:
+        if kind not in LAYER_KINDS:
+            raise ValueError(f"pattern: got {kind!r}, expected each entry to be one of {', '.join(LAYER_KINDS)}")

@@ -1,0 +1,311 @@
+"""Memory of state-space layers: `ReplayContext` (checkpoint, ring, cursors), `PlainStates` (written each step)."""
+
+from dataclasses import dataclass, fields
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .ops.check import EIGHT_BIT
+
+FAMILIES = ("mamba2", "gdn")
+MODES = ("none", "align")
+
+
+@dataclass(frozen=True)
+class StateLayer:
+    """One state-space layer as its memory sees it. Mamba-2 sizes, with the gated delta rule's in parentheses."""
+
+    name: str
+    family: str
+    heads: int  # H (HV)
+    groups: int  # Gr (H, the key heads)
+    head_dim: int  # P (V)
+    state_dim: int  # N (K)
+    conv_dim: int  # channels of the short convolution
+    conv_width: int = 4
+    window: int = 16  # W
+    ring_len: int = 32  # R
+    max_tokens: int = 1  # T
+    state_dtype: torch.dtype = torch.float32
+    ring_dtype: torch.dtype = torch.float32
+    conv_dtype: torch.dtype = torch.float32
+    A_dtype: torch.dtype = torch.float32
+
+    @property
+    def conv_len(self) -> int:
+        """Columns of the conv ring: the inputs that a convolution still reads, and the tokens of one step."""
+        return self.conv_width - 1 + self.max_tokens
+
+    def state_bytes(self) -> int:
+        """Bytes of one checkpoint."""
+        return self.heads * self.head_dim * self.state_dim * self.state_dtype.itemsize
+
+    def ring_row_bytes(self) -> int:
+        """Bytes of one token in the ring, its float32 decay included."""
+        values = self.heads * self.head_dim + self.groups * self.state_dim
+        return values * self.ring_dtype.itemsize + 4 * self.heads
+
+
+@dataclass(frozen=True)
+class StateGroup:
+    """A cache group: layers that share block tables and trackers. `block_size` is the snapshot spacing of mode align."""
+
+    name: str
+    layers: tuple[StateLayer, ...]
+    block_size: int = 16
+    mode: str = "none"
+
+
+@dataclass(frozen=True)
+class KVCacheConfig:
+    """What an engine decides about a pool: how many slots (the null slot 0 included) and where."""
+
+    num_slots: int
+    device: torch.device
+
+
+class ReplayContext:
+    """Owns the stacked pools of all state-space layers of one geometry, their trackers, slot tables and plans.
+
+    Attributes (L layers, S slots, G groups, B batch rows, C table columns):
+        state: [L, S, ...] checkpoints, `state_scale` row scales of 8-bit ones or None.
+        rings: the three ring tensors, [L, S, heads, R, dim] twice and [L, S, heads, R] float32.
+        conv_ring: [L, S, channels, conv_len].
+        layer_group: [L] int32. ring_start, ring_committed: [G, S] int32.
+        request_tables: [G, max_num_reqs, C] and block_tables: [G, max_num_reqs, C] int32, slot ids.
+        src_slots, dst_slots, plan_start, plan_count: [G, max_num_reqs] int32, the last step's snapshot plan.
+    """
+
+    @classmethod
+    def create(cls, groups: list[StateGroup], max_num_reqs: int, *, num_slots: int, columns: int = 1,
+               device="cpu") -> "ReplayContext":
+        """A context for `groups`, its pools zeroed.
+
+        Args:
+            max_num_reqs: requests, and batch rows, at most.
+            num_slots: rows of each pool, the null slot 0 included.
+            columns: C, block-table columns; 1 suffices in mode none.
+
+        Raises:
+            ValueError: no groups, groups of different cache specs, layers of different geometry or dtypes, T > W,
+                R < W + T; the message names the layer or group.
+        """
+        _check_groups(groups)
+        if max_num_reqs < 1 or num_slots < 2:
+            raise ValueError(f"max_num_reqs is {max_num_reqs} and num_slots {num_slots}, expected at least 1 and 2")
+        return cls(groups, max_num_reqs, num_slots, columns, torch.device(device))
+
+    def __init__(self, groups, max_num_reqs, num_slots, columns, device):
+        self.groups = tuple(groups)
+        self.layers = [layer for group in groups for layer in group.layers]
+        self.spec = self.layers[0]
+        self.family, self.mode, self.block_size = self.spec.family, groups[0].mode, groups[0].block_size
+        self.window, self.ring_len = self.spec.window, self.spec.ring_len
+        self.ring_start = self.ring_committed = None
+        indices = [index for index, group in enumerate(groups) for _ in group.layers]
+        self.layer_group = torch.tensor(indices, dtype=torch.int32, device=device)
+        self.group_of = indices
+        table = (len(groups), max_num_reqs, columns)
+        self.request_tables, self.block_tables = (torch.zeros(table, dtype=torch.int32, device=device) for _ in "rb")
+        self.src_slots, self.dst_slots, self.plan_start, self.plan_count = (
+            torch.zeros(table[:2], dtype=torch.int32, device=device) for _ in range(4))
+        self.A = None
+        self.initialize_ring_trackers(KVCacheConfig(num_slots, device))
+        self.allocate_pools(num_slots, device)
+
+    def allocate_pools(self, num_slots: int, device) -> None:
+        """Fresh zeroed pools of `num_slots` slots, each tensor a storage of its own."""
+        spec, count = self.spec, len(self.layers)
+        self.num_slots = num_slots
+        self.state, self.state_scale = allocate_states(spec, count, num_slots, device)
+        self.conv_ring = allocate_conv_ring(spec, count, num_slots, device)
+        wide = (count, num_slots, spec.heads, spec.ring_len, spec.head_dim)
+        narrow = (count, num_slots, spec.groups, spec.ring_len, spec.state_dim)
+        self.rings = (torch.zeros(wide, dtype=spec.ring_dtype, device=device),
+                      torch.zeros(narrow, dtype=spec.ring_dtype, device=device),
+                      torch.zeros(wide[:4], dtype=torch.float32, device=device))
+
+    def initialize_ring_trackers(self, kv_cache_config: KVCacheConfig) -> None:
+        """Zeroed cursors for `kv_cache_config.num_slots` slots.
+
+        Compiled graphs hold the addresses of the trackers, so the present pair is kept if it has at least as many
+        slots and lies on the same device; otherwise a new pair takes its place.
+        """
+        slots, device = kv_cache_config.num_slots, torch.device(kv_cache_config.device)
+        kept = self.ring_start
+        if kept is not None and kept.shape[1] >= slots and kept.device == device:
+            self.ring_start.zero_()
+            self.ring_committed.zero_()
+            return
+        shape = (len(self.groups), slots)
+        self.ring_start, self.ring_committed = (torch.zeros(shape, dtype=torch.int32, device=device) for _ in "sc")
+
+    def bind_decay(self, A: Tensor) -> None:
+        """A of every layer, [L, H] float32, which Mamba-2 snapshots need."""
+        self.A = A
+
+    def cursors(self, layer: int) -> tuple[Tensor, Tensor]:
+        """ring_start and ring_committed [S] of a layer's group."""
+        group = self.group_of[layer]
+        return self.ring_start[group, : self.num_slots], self.ring_committed[group, : self.num_slots]
+
+    def block_copy_tensors(self) -> list[Tensor]:
+        """Every tensor that holds part of a slot's logical state: who copies a slot copies its row of all of these.
+
+        Pools are [L, S, ...], trackers [G, S].
+        """
+        scale = [] if self.state_scale is None else [self.state_scale]
+        return [self.state, *scale, *self.rings, self.conv_ring, self.ring_start, self.ring_committed]
+
+    def reset_new_slots(self, src_cols: Tensor, dst_cols: Tensor, idx_mapping: Optional[Tensor] = None) -> None:
+        """Prepares the slots of admitted or moved requests, per batch row and group; one call, traceable.
+
+        dst slot = block_tables[dst_cols[req]], src likewise (negative or out of range: none). With a src, the whole
+        slot and its cursors are copied; without one, the checkpoint is zeroed and the cursors are 0, 0. Rows without
+        a dst change nothing.
+        """
+        rows = self.block_tables.shape[1] if idx_mapping is None else idx_mapping.shape[0]
+        tables = self.block_tables[:, :rows]
+        src, dst = _slot_at(tables, src_cols, idx_mapping), _slot_at(tables, dst_cols, idx_mapping)
+        every_row = torch.arange(rows, dtype=torch.int32, device=dst.device)
+        copied = torch.where((src > 0) & (src != dst), dst, 0)
+        for pool in self.block_copy_tensors()[:-2]:
+            ops.copy_slots(pool, src, copied, self.layer_group, every_row)
+        fresh = torch.where(src > 0, 0, dst)
+        for layer, group in enumerate(self.group_of):
+            zero_slots(self.state[layer], fresh[group])
+            if self.state_scale is not None:
+                zero_slots(self.state_scale[layer], fresh[group])
+        ops.ring_reset(self.ring_start, self.ring_committed, tables, src_cols, dst_cols, idx_mapping)
+
+    def postprocess(
+        self, num_computed: Tensor, num_accepted: Tensor, is_prefilling: Tensor, num_reqs: Tensor, *,
+        query_start_loc: Optional[Tensor] = None, query_lens: Optional[Tensor] = None,
+        live_cols: Optional[Tensor] = None, idx_mapping: Optional[Tensor] = None, window: Optional[int] = None,
+        post_step: bool = False, seed: Optional[Tensor] = None, philox_rounds: int = 0,
+    ) -> None:
+        """Commits a step's cursors and, in mode align, publishes snapshots at block edges; one call, traceable.
+
+        Arguments as in `ops.ring_commit`; `window` must be the one that the forward used (default: W).
+        """
+        rows = is_prefilling.shape[0]
+        align = self.mode == "align"
+        plan = [t[:, :rows] for t in (self.src_slots, self.dst_slots, self.plan_start, self.plan_count)]
+        ops.ring_commit(
+            self.ring_start, self.ring_committed, *plan, self.block_tables[:, :rows], query_start_loc, query_lens,
+            num_computed, num_accepted, is_prefilling, live_cols, idx_mapping, block_size=self.block_size,
+            window=self.window if window is None else window, ring_len=self.ring_len, post_step=post_step,
+            materialize=align)
+        if not align:
+            return
+        src, dst, start, count = plan
+        active, _ = ops.compact_active(count, num_reqs)
+        where = (src, dst, start, count, self.layer_group, active, self.state_scale, seed)
+        if self.family == "mamba2":
+            ops.mamba2_materialize(self.state, *self.rings, self.A, *where, philox_rounds=philox_rounds)
+        else:
+            ops.gdn_materialize(self.state, *self.rings, *where, philox_rounds=philox_rounds)
+        ops.copy_slots(self.conv_ring, src, dst, self.layer_group, active)
+
+
+class PlainStates:
+    """State pools of an engine without replay: the state is written at every step.
+
+    A request owns one slot, or with drafts 1 + T of them: column 0 of `own_slots` is the current state, the others
+    receive the state after each token of a step, and acceptance swaps the right one into column 0.
+    """
+
+    def __init__(self, layers: list[StateLayer], max_num_reqs: int, device="cpu"):
+        self.layers, self.spec, self.family = layers, layers[0], layers[0].family
+        self.tokens = self.spec.max_tokens
+        each = 1 + self.tokens if self.tokens > 1 else 1
+        self.state, _ = allocate_states(self.spec, len(layers), 1 + max_num_reqs * each, device)
+        self.conv_ring = allocate_conv_ring(self.spec, len(layers), 1 + max_num_reqs, device)
+        slots = torch.arange(1, 1 + max_num_reqs * each, dtype=torch.int32, device=device)
+        self.own_slots = slots.view(max_num_reqs, each)
+
+    def step_slots(self, idx_mapping: Tensor) -> tuple[Tensor, Optional[Tensor]]:
+        """slots [B] that hold the states and token_slots [B, T] for the states of a step (None without drafts)."""
+        own = self.own_slots[idx_mapping.clamp(min=0)]
+        own = torch.where((idx_mapping >= 0)[:, None], own, 0)
+        return own[:, 0], own[:, 1:] if self.tokens > 1 else None
+
+    def accept(self, idx_mapping: Tensor, num_accepted: Tensor) -> None:
+        """The state after the last accepted token of each row becomes current; 0 accepted keeps the old one.
+
+        idx_mapping, num_accepted: [B]; a row with a negative index changes nothing. Mutates `own_slots`.
+        """
+        if self.tokens == 1:
+            return
+        real = idx_mapping >= 0
+        row = torch.where(real, num_accepted, 0).long()[:, None]
+        # rows of padding write column 0 of an extra request, which is cut off again
+        req = torch.where(real, idx_mapping, self.own_slots.shape[0]).long()
+        padded = torch.cat([self.own_slots, self.own_slots[:1]])
+        own = padded[req]
+        chosen, current = own.gather(1, row), own[:, :1]
+        swapped = own.scatter(1, row, current)
+        swapped = torch.cat([chosen, swapped[:, 1:]], 1)
+        self.own_slots.copy_(padded.index_copy(0, req, swapped)[:-1])
+
+
+def allocate_states(spec: StateLayer, layers: int, slots: int, device) -> tuple[Tensor, Optional[Tensor]]:
+    """Zeroed checkpoints [L, S, heads, head_dim, state_dim] and, for 8-bit ones, row scales of 1."""
+    shape = (layers, slots, spec.heads, spec.head_dim, spec.state_dim)
+    scale = torch.ones(shape[:4], device=device) if spec.state_dtype in EIGHT_BIT else None
+    return torch.zeros(shape, dtype=spec.state_dtype, device=device), scale
+
+
+def allocate_conv_ring(spec: StateLayer, layers: int, slots: int, device) -> Tensor:
+    """Zeroed conv rings [L, S, channels, conv_len]."""
+    return torch.zeros(layers, slots, spec.conv_dim, spec.conv_len, dtype=spec.conv_dtype, device=device)
+
+
+def zero_slots(pool: Tensor, slots: Tensor) -> None:
+    """pool [S, ...] is zeroed at slots [n]; null slots keep their bytes. No host sync."""
+    if pool.dtype in EIGHT_BIT:
+        pool = pool.view(torch.uint8)
+    real = (slots > 0).view(-1, *[1] * (pool.dim() - 1))
+    at = slots.long()
+    pool[at] = torch.where(real, 0, pool[at])
+
+
+def _slot_at(tables: Tensor, cols: Tensor, idx_mapping: Optional[Tensor]) -> Tensor:
+    """Slots [G, B] at column cols[req] of tables [G, B, C]; 0 for empty rows and columns out of range."""
+    req = torch.arange(tables.shape[1], device=tables.device) if idx_mapping is None else idx_mapping.long()
+    col = cols[req.clamp(min=0)].long()
+    inside = (req >= 0) & (col >= 0) & (col < tables.shape[2])
+    at = torch.where(inside, col, 0)[None, :, None].expand(tables.shape[0], -1, 1)
+    return torch.where(inside, tables.gather(2, at).squeeze(2), 0)
+
+
+def _check_groups(groups: list[StateGroup]) -> None:
+    if not groups or any(not group.layers for group in groups):
+        raise ValueError("groups is empty or holds a group without layers, expected at least one layer in each")
+    first = groups[0]
+    reference = first.layers[0]
+    for group in groups:
+        if group.mode not in MODES:
+            raise ValueError(f"group {group.name}: mode is {group.mode!r}, expected one of {', '.join(MODES)}")
+        for name in ("block_size", "mode"):
+            if getattr(group, name) != getattr(first, name):
+                raise ValueError(f"group {group.name}: {name} is {getattr(group, name)}, expected "
+                                 f"{getattr(first, name)} as in group {first.name}")
+        for layer in group.layers:
+            _check_layer(layer, reference)
+
+
+def _check_layer(layer: StateLayer, reference: StateLayer) -> None:
+    if layer.family not in FAMILIES:
+        raise ValueError(f"layer {layer.name}: family is {layer.family!r}, expected one of {', '.join(FAMILIES)}")
+    for field in fields(StateLayer):
+        got, want = getattr(layer, field.name), getattr(reference, field.name)
+        if field.name != "name" and got != want:
+            raise ValueError(f"layer {layer.name}: {field.name} is {got}, expected {want} as in layer {reference.name}")
+    if not 1 <= layer.max_tokens <= layer.window:
+        raise ValueError(f"layer {layer.name}: max_tokens is {layer.max_tokens}, expected 1 to window {layer.window}")
+    if layer.ring_len < layer.window + layer.max_tokens:
+        raise ValueError(f"layer {layer.name}: ring_len is {layer.ring_len}, expected at least window + max_tokens = "
+                         f"{layer.window + layer.max_tokens}")

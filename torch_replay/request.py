@@ -1,0 +1,127 @@
+"""A request: its prompt, how its text is drawn, what it has produced, and what the caches hold of it."""
+
+import math
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Optional
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+MAX_INT32 = 2**31 - 1
+
+
+def check_int(name: str, value: object, low: int, high: Optional[int] = None) -> int:
+    """`value` as an int in [low, high]. Raises TypeError for bools and non-integers, ValueError out of range."""
+    wanted = f"an integer of at least {low}" + ("" if high is None else f" and at most {high}")
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name}: expected {wanted}, got {value!r}")
+    if value < low or (high is not None and value > high):
+        raise ValueError(f"{name}: expected {wanted}, got {value}")
+    return int(value)
+
+
+def _check_real(name: str, value: object, wanted: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: expected {wanted}, got {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name}: expected {wanted}, got {value}")
+    return float(value)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are drawn, and when it ends.
+
+    max_tokens: most tokens to produce, at least 1. temperature: 0 is greedy. top_k: keep the k likeliest tokens, 0
+    keeps all. top_p: then keep the smallest set whose probability reaches it, in (0, 1]. seed: in [0, 2**63); with the
+    position of a token it fixes the draw. stop: texts that end the request, one string or several. ignore_eos: do not
+    end at the end-of-text token. Raises TypeError or ValueError, naming the field.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self):
+        checked = {
+            "max_tokens": check_int("max_tokens", self.max_tokens, 1),
+            "temperature": _check_real("temperature", self.temperature, "a finite number of at least 0"),
+            "top_k": check_int("top_k", self.top_k, 0, MAX_INT32),
+            "top_p": _check_real("top_p", self.top_p, "a number above 0 and at most 1"),
+            "seed": check_int("seed", self.seed, 0, 2**63 - 1),
+            "stop": _stop_texts(self.stop),
+        }
+        if checked["temperature"] < 0:
+            raise ValueError(f"temperature: expected a finite number of at least 0, got {self.temperature}")
+        if not 0 < checked["top_p"] <= 1:
+            raise ValueError(f"top_p: expected a number above 0 and at most 1, got {self.top_p}")
+        if not isinstance(self.ignore_eos, bool):
+            raise TypeError(f"ignore_eos: expected True or False, got {self.ignore_eos!r}")
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+
+def _stop_texts(stop: object) -> tuple[str, ...]:
+    texts = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"stop: expected a string, or a list or tuple of strings, got {stop!r}")
+    if not all(texts):
+        raise ValueError(f"stop: expected texts that are not empty, got {stop!r}")
+    return tuple(texts)
+
+
+@dataclass(eq=False)
+class Request:
+    """One request, from arrival to its finish. Compared and hashed by identity.
+
+    The engine appends to `output_ids` and advances `num_computed`; the scheduler owns `index`, `tables`, `arrival`,
+    `finish_reason` and `preemptions`, and takes `num_computed` back to 0 when the caches are taken away.
+
+    num_computed: tokens whose state is in the caches, always the first ones. index: row in the persistent per-request
+    buffers, -1 when not admitted. tables: for each KV group the block ids by position // block_size, 0 where a
+    window block was freed. arrival: order in which the scheduler got it. drafted, accepted: draft tokens proposed and
+    kept. Raises TypeError or ValueError for an id that is no text and for prompt ids that are no token ids.
+    """
+
+    id: str
+    prompt_ids: list[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    output_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    index: int = -1
+    tables: dict[str, list[int]] = field(default_factory=dict)
+    finish_reason: Optional[str] = None
+    arrival: int = -1
+    drafted: int = 0
+    accepted: int = 0
+    preemptions: int = 0
+    decode_steps: int = 0
+
+    def __post_init__(self):
+        if not isinstance(self.id, str):
+            raise TypeError(f"id: expected a string, got {self.id!r}")
+        if not isinstance(self.params, SamplingParams):
+            raise TypeError(f"params: expected SamplingParams, got {self.params!r}")
+        self.prompt_ids = [check_int(f"prompt_ids[{i}]", token, 0) for i, token in enumerate(self.prompt_ids)]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and output, a fresh list."""
+        return self.prompt_ids + self.output_ids
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def is_decoding(self) -> bool:
+        """Admitted, with an output, and only the last token not computed yet. An admitted request that is not decoding
+        is prefilling, be it over its prompt or, after a preemption, over prompt and outputs."""
+        return self.index >= 0 and bool(self.output_ids) and self.num_computed == self.num_tokens - 1

@@ -1,0 +1,113 @@
+"""What a run did: tokens and seconds, acceptance, flushes, state traffic, and what the compiler did."""
+
+import contextlib
+
+from torch._dynamo.utils import counters
+
+from .memory import ModelMemory
+
+
+class Stats:
+    """Counts of an engine's steps. Rates are None until there is something to divide by."""
+
+    def __init__(self, memory: ModelMemory):
+        layers = [layer for states in memory.states.values() for layer in states.layers]
+        self._state_bytes = sum(layer.state_bytes() for layer in layers)
+        self._ring_bytes = sum(layer.ring_row_bytes() for layer in layers)
+        self._window, self._ring_rows = memory.config.window, {}
+        self._keeps_token_states = memory.config.max_tokens > 1
+        self.replay = memory.config.replay
+        self.prefill_tokens = self.decode_tokens = self.decode_rows = self.decode_steps = 0
+        self.prefill_seconds = self.decode_seconds = 0.0
+        self.drafted = self.accepted_drafts = self.fed = 0
+        self.flushes = 0  # as the steps reported them
+        self.replay_flushes = 0  # as they follow from the lengths, which also holds for a run without replay
+
+    def record_prefill(self, requests: list[str], tokens: int, seconds: float) -> None:
+        """Chunks of `requests` (ids), which leave a fresh checkpoint and an empty ring."""
+        self.prefill_tokens += tokens
+        self.prefill_seconds += seconds
+        self._ring_rows.update(dict.fromkeys(requests, 0))
+
+    def record_decode(self, requests: list[str], drafts: list[int], accepted: list[int], made: int,
+                      seconds: float) -> None:
+        """ids, drafts and accepted tokens by row; `made` tokens reached requests (a stop cuts a step's tail)."""
+        self.decode_steps += 1
+        self.decode_rows += len(drafts)
+        self.drafted += sum(drafts)
+        self.fed += sum(drafts) + len(drafts)
+        self.accepted_drafts += sum(accepted) - len(accepted)
+        self.decode_tokens += made
+        self.decode_seconds += seconds
+        for request, draft, taken in zip(requests, drafts, accepted, strict=True):
+            rows = self._ring_rows[request]
+            flush = rows + draft + 1 > self._window
+            self.replay_flushes += flush
+            self._ring_rows[request] = taken if flush else rows + taken
+
+    def as_dict(self) -> dict:
+        """Flat numbers; None where nothing ran that would define one.
+
+        State bytes are those of state-space layers: checkpoints and ring rows with replay, states without. The route
+        that did not run is computed from the same steps.
+        """
+        plain_writes = self.fed if self._keeps_token_states else self.decode_rows
+        with_replay = _ratio(self.replay_flushes * self._state_bytes + self.fed * self._ring_bytes, self.decode_tokens)
+        plain = _ratio(plain_writes * self._state_bytes, self.decode_tokens)
+        return {
+            "replay": self.replay,
+            "prefill_tokens": self.prefill_tokens,
+            "prefill_tokens_per_second": _ratio(self.prefill_tokens, self.prefill_seconds),
+            "decode_tokens": self.decode_tokens,
+            "decode_steps": self.decode_steps,
+            "tokens_per_second": _ratio(self.decode_tokens, self.decode_seconds),
+            "acceptance_rate": _ratio(self.accepted_drafts, self.drafted),
+            "flush_rate": _ratio(self.flushes, self.decode_rows) if self.replay else None,
+            "state_bytes_per_token": with_replay if self.replay else plain,
+            "state_bytes_per_token_replay": with_replay,
+            "state_bytes_per_token_plain": plain,
+        }
+
+
+class CompileCounts:
+    """What Dynamo did in an engine's warm-up and after it: graphs, graph breaks, recompiles.
+
+    Read from Dynamo's process-wide counters around the calls themselves, so other compiled code does not count.
+    """
+
+    def __init__(self):
+        self.graphs = self.graph_breaks = self.recompiles = 0
+        self._warm = False
+
+    @contextlib.contextmanager
+    def warming_up(self):
+        before = _dynamo_counts()
+        yield
+        graphs, breaks = _dynamo_counts()
+        self.graphs += graphs - before[0]
+        self.graph_breaks += breaks - before[1]
+        self._warm = True
+
+    @contextlib.contextmanager
+    def serving(self):
+        """Around a decode step. The first step of an engine that was not warmed up compiles, as its warm-up."""
+        if not self._warm:
+            with self.warming_up():
+                yield
+            return
+        before = _dynamo_counts()
+        yield
+        graphs, breaks = _dynamo_counts()
+        self.recompiles += graphs - before[0]
+        self.graph_breaks += breaks - before[1]
+
+    def as_dict(self) -> dict:
+        return {"graphs": self.graphs, "graph_breaks": self.graph_breaks, "recompiles": self.recompiles}
+
+
+def _dynamo_counts() -> tuple[int, int]:
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
