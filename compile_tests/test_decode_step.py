@@ -24,7 +24,7 @@ def prompts():
     return [torch.randint(1, 61, (n,), generator=generator).tolist() for n in (5, 1, 37, 70, 16, 12)]
 
 
-def traced(model, **options) -> tuple[Counter, int]:
+def traced(model, route="greedy", **options) -> tuple[Counter, int]:
     """Calls of the decode step's FX graph by target, and how many graphs there were."""
     graphs = []
 
@@ -34,8 +34,9 @@ def traced(model, **options) -> tuple[Counter, int]:
 
     runner = engine(model, **options)
     torch._dynamo.reset()
-    runner.decode.run = torch.compile(runner.decode.step, fullgraph=True, backend=backend, dynamic=False)
-    runner.warm_up()
+    step = getattr(runner.decode, f"{route}_step")
+    runner.decode.run[route] = torch.compile(step, fullgraph=True, backend=backend, dynamic=False)
+    runner.warm_up(sampling=route == "sampled", greedy=route == "greedy")
     nodes = [node for node in graphs[0].graph.nodes if node.op == "call_function"]
     return Counter(str(node.target) for node in nodes), len(graphs)
 
@@ -53,14 +54,14 @@ HISTOGRAM = {
 }
 
 
-@pytest.mark.parametrize("route", HISTOGRAM)
-@pytest.mark.parametrize("num_spec", [0, 3])
-def test_op_histogram(model, route, num_spec):
+@pytest.mark.parametrize("memory", HISTOGRAM)
+@pytest.mark.parametrize("num_spec, route", [(0, "greedy"), (3, "greedy"), (3, "sampled")])
+def test_op_histogram(model, memory, num_spec, route):
     """An op does one family's work: these and no others stand in the graph, and the matmuls are ordinary torch."""
-    calls, graphs = traced(model, replay=route == "replay", num_spec=num_spec)
+    calls, graphs = traced(model, route, replay=memory == "replay", num_spec=num_spec)
     assert graphs == 1
     ours = {name.removeprefix("torch_replay."): n for name, n in calls.items() if name.startswith("torch_replay.")}
-    assert {name.removesuffix(".default"): n for name, n in ours.items()} == HISTOGRAM[route]
+    assert {name.removesuffix(".default"): n for name, n in ours.items()} == HISTOGRAM[memory]
     # in and out of each mixer, up and down of the MLP, and the tied head
     assert sum(n for name, n in calls.items() if "linear" in name) == 2 * len(PATTERN) + 1
 
@@ -70,7 +71,7 @@ def test_one_graph_and_no_recompile(model, prompts, options):
     """Rows come and go, lengths, cursors and draft counts vary: one graph, no break, no recompile, the eager text."""
     want = [output.token_ids for output in engine(model, **options).generate(prompts, PARAMS)]
     runner = engine(model, compiled=True, **options)
-    runner.warm_up()
+    runner.warm_up(sampling=False)
     with torch._dynamo.config.patch(error_on_recompile=True):
         got = [output.token_ids for output in runner.generate(prompts, PARAMS)]
     assert got == want
@@ -89,11 +90,10 @@ def test_counts_see_a_recompile(model):
 
     branching = Branching()
     run = compile_alone(branching.step)
-    with runner.compile_counts.warming_up():
-        run()
-    branching.limit = 5
-    with runner.compile_counts.serving():
-        run()
+    for limit in (0, 5):
+        branching.limit = limit
+        with runner.compile_counts.watch("greedy"):
+            run()
     assert runner.compile_counts.recompiles == 1
 
 
@@ -101,6 +101,5 @@ def test_many_engines(model, prompts):
     """Engines do not share the eight compiled variants that Dynamo allows a code object."""
     for _ in range(10):
         runner = engine(model, compiled=True)
-        runner.decode.run = torch.compile(
-            compile_alone(runner.decode.step)._torchdynamo_orig_callable, fullgraph=True, backend="eager")
+        runner.decode.run["greedy"] = compile_alone(runner.decode.greedy_step, backend="eager")
         assert len(runner.generate(prompts[:1], SamplingParams(max_tokens=3))) == 1

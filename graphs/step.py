@@ -65,24 +65,39 @@ class DecodeStep:
         self.idx_mapping = torch.full((rows,), -1, dtype=torch.int32, device=device)
         self.num_reqs = torch.zeros(1, dtype=torch.int32, device=device)
         self.is_prefilling = torch.zeros(rows, dtype=torch.bool, device=device)
-        self.run = compile_alone(self.step) if compiled else self.step
+        routes = {"greedy": self.greedy_step, "sampled": self.sampled_step}
+        self.run = {name: compile_alone(step) if compiled else step for name, step in routes.items()}
 
-    def step(self) -> Tensor:
-        """Token ids to committed cursors. Returns [rows, tokens + 2] int64: samples, accepted, flushed."""
+    def greedy_step(self) -> Tensor:
+        """The step of rows that are all greedy: an argmax where sampling sorts the vocabulary."""
+        return self.step(lambda logits, positions: logits.argmax(-1))
+
+    def sampled_step(self) -> Tensor:
+        """The step of any rows, greedy ones among them."""
+        return self.step(lambda logits, positions: sample(self.requests, logits, positions, self.idx_mapping))
+
+    def step(self, choose) -> Tensor:
+        """Token ids to committed cursors. Returns [rows, tokens + 2] int64: samples, accepted, flushed.
+
+        choose(logits [rows, tokens, V], positions [rows, tokens]) gives the model's token after each position.
+        """
         memory, requests, lens = self.memory, self.requests, self.query_lens
         batch = build_batch(memory, requests, self.idx_mapping, lens, self.num_reqs, self.tokens)
         hidden = forward_hidden(self.model, memory, self.input_ids, batch, prefill=False)
         logits = self.model.logits(hidden).float()
         positions = batch.positions.view(self.rows, self.tokens)
-        samples = sample(requests, logits, positions, self.idx_mapping)
+        samples = choose(logits, positions)
         accepted = count_accepted(samples, self.input_ids, lens)
         flushed = flushing(memory, batch, lens)
         commit(memory, requests, self.idx_mapping, lens, accepted, self.is_prefilling, self.num_reqs)
         return torch.cat([samples, accepted[:, None].long(), flushed[:, None].long()], 1)
 
     @torch.no_grad()
-    def __call__(self, rows: list[tuple[int, list[int]]]) -> DecodeOutput:
-        """Runs the step for `rows` of (request index, token ids: the last token, then drafts)."""
+    def __call__(self, rows: list[tuple[int, list[int]]], route: str = "sampled") -> DecodeOutput:
+        """Runs the step for `rows` of (request index, token ids: the last token, then drafts).
+
+        route: "greedy" if every row is greedy, else "sampled"; each is a graph of its own.
+        """
         count = len(rows)
         self.query_lens.zero_()
         self.idx_mapping.fill_(-1)
@@ -93,7 +108,7 @@ class DecodeStep:
         self.input_ids.copy_(ids)
         self.query_lens[:count] = torch.tensor([len(tokens) for _, tokens in rows], dtype=torch.int32)
         self.idx_mapping[:count] = torch.tensor([index for index, _ in rows], dtype=torch.int32)
-        out = self.run().tolist()[:count]
+        out = self.run[route]().tolist()[:count]
         return DecodeOutput([row[: self.tokens] for row in out], [row[-2] for row in out],
                             [bool(row[-1]) for row in out])
 
@@ -163,7 +178,7 @@ def build_batch(memory: ModelMemory, requests: RequestState, idx_mapping: Tensor
 def sample(requests: RequestState, logits: Tensor, positions: Tensor, idx_mapping: Tensor) -> Tensor:
     """logits [B, T, V] at `positions` [B, T] -> the token that follows each, by the request's parameters."""
     req = idx_mapping.clamp(min=0).long()
-    return sample_tokens(logits, positions, requests.temperature[req], requests.top_k[req], requests.top_p[req],
+    return sample_tokens(logits, positions + 1, requests.temperature[req], requests.top_k[req], requests.top_p[req],
                          requests.seeds[req])
 
 
@@ -193,7 +208,7 @@ def commit(memory: ModelMemory, requests: RequestState, idx_mapping: Tensor, que
             states.accept(idx_mapping, torch.where(is_prefilling, 0, accepted))
 
 
-def compile_alone(method):
+def compile_alone(method, backend: str = "inductor"):
     """`torch.compile(fullgraph=True)` of a bound method with a code object of its own.
 
     Dynamo keeps compiled variants, eight at most, per code object; two steps of other sizes must not share them.
@@ -201,4 +216,4 @@ def compile_alone(method):
     function = method.__func__
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_serial)}")
     own = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
-    return torch.compile(types.MethodType(own, method.__self__), fullgraph=True, dynamic=False)
+    return torch.compile(types.MethodType(own, method.__self__), fullgraph=True, dynamic=False, backend=backend)

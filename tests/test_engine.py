@@ -218,6 +218,26 @@ def test_failing_callback(model, prompts, want):
     assert victim not in runner._live and runner.scheduler.has_work is False
 
 
+def test_abort_in_a_callback(model, prompts, want):
+    """A callback may abort its own request or any other, also one whose turn is later in the same step."""
+    runner = engine(model, max_num_seqs=5)
+    final = {}
+
+    def killer(output):
+        if len(output.token_ids) == 9:
+            assert runner.abort("victim") and runner.abort("killer")
+
+    for name, prompt, callback in (("early", prompts[0], None), ("killer", prompts[1], killer),
+                                   ("victim", prompts[2], None), ("late", prompts[3], None)):
+        runner.add_request(prompt, PARAMS, name, callback)
+    while runner.has_work:
+        final.update((output.id, output) for output in runner.step())
+    assert final["killer"].finish_reason == "abort" and final["killer"].token_ids == want[1][:9]
+    assert len(final["victim"].token_ids) < 10
+    assert [final[name].token_ids for name in ("early", "late")] == [want[0], want[3]]
+    assert not runner._live
+
+
 def test_abort_and_late_arrival(model, prompts, want):
     """Requests join and leave between steps; a recycled slot starts clean."""
     runner = engine(model, max_num_seqs=2, num_spec=2)

@@ -117,19 +117,25 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def warm_up(self) -> float:
-        """Compiles the decode step on rows of padding, which change no state. Returns the seconds it took."""
+    def warm_up(self, sampling: bool = True, greedy: bool = True) -> float:
+        """Compiles the decode step, on rows of padding that change no state. Returns the seconds it took.
+
+        Steps whose requests are all greedy run a graph of their own; leave out the route that will not be used. What
+        is not compiled here compiles when it is first needed.
+        """
         begin = time.perf_counter()
-        with self.compile_counts.warming_up():
-            self.decode([])
+        for route in ["greedy"] * greedy + ["sampled"] * sampling:
+            with self.compile_counts.watch(route):
+                self.decode([], route)
         return time.perf_counter() - begin
 
     def add_request(self, prompt, params: SamplingParams = SamplingParams(), request_id: Optional[str] = None,
                     on_output: Optional[Callable[[RequestOutput], None]] = None) -> str:
         """Queues a prompt (text or token ids) and returns the request's id.
 
-        on_output is called after each step that made tokens for the request. If it raises, the request ends with
-        finish_reason "error", the others go on, and `step` raises the exception once they are all dealt with.
+        on_output is called after each step that made tokens for the request; it may abort requests. If it raises, the
+        request ends with finish_reason "error", the others go on, and `step` raises the exception once they are all
+        dealt with.
 
         Raises:
             ValueError: empty prompt, ids outside the vocabulary, a prompt that leaves no room for a token, an id in
@@ -162,6 +168,7 @@ class Engine:
             self._upload(plan)
             if plan.prefills:
                 self._prefill(plan, outputs, failures)
+            self._drop_finished(plan)
             if plan.decodes:
                 self._decode(plan, outputs, failures)
         except BaseException:
@@ -224,8 +231,9 @@ class Engine:
         plan.drafts = [self._known(draft) for draft in plan.drafts]
         rows = [(request.index, [request.tokens[-1], *drafts])
                 for request, drafts in zip(plan.decodes, plan.drafts, strict=True)]
-        with self.compile_counts.serving():
-            result = self.decode(rows)
+        route = "sampled" if any(request.params.temperature for request in plan.decodes) else "greedy"
+        with self.compile_counts.watch(route):
+            result = self.decode(rows, route)
         seconds = time.perf_counter() - begin
         made = 0
         for row, request in enumerate(plan.decodes):
@@ -240,6 +248,12 @@ class Engine:
         self.stats.record_decode(names, drafts, result.accepted, made, seconds)
         self.stats.flushes += sum(result.flushed)
 
+    @staticmethod
+    def _drop_finished(plan: Plan) -> None:
+        """Callbacks may abort requests that were still to decode in this step."""
+        kept = [(r, draft) for r, draft in zip(plan.decodes, plan.drafts, strict=True) if not r.finished]
+        plan.decodes, plan.drafts = [r for r, _ in kept], [draft for _, draft in kept]
+
     def _known(self, draft: list[int]) -> list[int]:
         """A drafter may be anybody's: a token outside the vocabulary ends its draft."""
         size = self.model.config.vocab_size
@@ -247,17 +261,15 @@ class Engine:
 
     def _commit(self, request: Request, tokens: list[int], outputs, failures) -> int:
         """Appends a step's tokens up to the first that ends the request; returns how many were kept."""
-        self.scheduler.release_window(request)
-        if not tokens:
+        if not tokens or request.finished:
             return 0
         _, text, on_output = self._live[request.id]
         params, before = request.params, len(request.output_ids)
         reason = None
         for token in tokens:
             request.output_ids.append(token)
-            if token == self.model.config.eos_token_id and not params.ignore_eos:
-                reason = "stop"
-            elif text.append(token):
+            ends = token == self.model.config.eos_token_id and not params.ignore_eos
+            if ends or text.append(token):
                 reason = "stop"
             elif len(request.output_ids) >= params.max_tokens or request.num_tokens >= self.config.max_model_len:
                 reason = "length"
@@ -271,7 +283,9 @@ class Engine:
             except Exception as error:
                 output.finish_reason = reason = "error"
                 failures.append(error)
-        if reason:
+        if request.finished:  # aborted by its own callback
+            output.finish_reason = request.finish_reason
+        elif reason:
             self.scheduler.finish(request, reason)
             del self._live[request.id]
         outputs.append(output)

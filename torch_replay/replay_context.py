@@ -50,7 +50,7 @@ class StateLayer:
 
 @dataclass(frozen=True)
 class StateGroup:
-    """A cache group: layers that share block tables and trackers. `block_size` is the snapshot spacing of mode align."""
+    """A cache group: layers that share block tables and trackers. `block_size` spaces the snapshots of mode align."""
 
     name: str
     layers: tuple[StateLayer, ...]

@@ -70,36 +70,28 @@ class Stats:
 
 
 class CompileCounts:
-    """What Dynamo did in an engine's warm-up and after it: graphs, graph breaks, recompiles.
+    """What Dynamo did in an engine's warm-up and after it: graphs of a decode step, graph breaks, recompiles.
 
-    Read from Dynamo's process-wide counters around the calls themselves, so other compiled code does not count.
+    Read from Dynamo's process-wide counters around the calls themselves, so other compiled code does not count. A
+    step has two routes (greedy, sampled), each compiled once; what its first call compiles is no recompile.
     """
 
     def __init__(self):
         self.graphs = self.graph_breaks = self.recompiles = 0
-        self._warm = False
+        self._warm: set[str] = set()
 
     @contextlib.contextmanager
-    def warming_up(self):
+    def watch(self, route: str):
+        """Around a call of the decode step by `route`."""
         before = _dynamo_counts()
         yield
-        graphs, breaks = _dynamo_counts()
-        self.graphs += graphs - before[0]
-        self.graph_breaks += breaks - before[1]
-        self._warm = True
-
-    @contextlib.contextmanager
-    def serving(self):
-        """Around a decode step. The first step of an engine that was not warmed up compiles, as its warm-up."""
-        if not self._warm:
-            with self.warming_up():
-                yield
-            return
-        before = _dynamo_counts()
-        yield
-        graphs, breaks = _dynamo_counts()
-        self.recompiles += graphs - before[0]
-        self.graph_breaks += breaks - before[1]
+        graphs, breaks = (after - count for after, count in zip(_dynamo_counts(), before))
+        self.graph_breaks += breaks
+        if route in self._warm:
+            self.recompiles += graphs
+        else:
+            self.graphs = max(self.graphs, graphs)
+            self._warm.add(route)
 
     def as_dict(self) -> dict:
         return {"graphs": self.graphs, "graph_breaks": self.graph_breaks, "recompiles": self.recompiles}
