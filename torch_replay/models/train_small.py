@@ -283,7 +283,7 @@ def train(options):
         shown = {k: v for k, v in results.items() if k not in ("corpus", "curve")}
         print(json.dumps(shown, indent=1), flush=True)
         samples = write_samples(rounded, tokenizer, options.sample_tokens)
-    (options.out / "samples.txt").write_text(samples, encoding="utf-8")
+    options.results.with_name("train_small_samples.txt").write_text(samples, encoding="utf-8")
     print(samples)
 
 

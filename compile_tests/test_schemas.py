@@ -1,0 +1,58 @@
+"""The schemas are the public contract, and no compile cache notices when one changes: their text is pinned here."""
+
+import textwrap
+
+from expecttest import TestCase
+
+from torch_replay.ops.registry import OPS
+
+
+class TestSchemas(TestCase):
+    def test_schemas(self):
+        """Run with EXPECTTEST_ACCEPT=1 to take over a change, then clear torch's compile caches."""
+        text = "\n".join(textwrap.fill(OPS[name].schema, 110, subsequent_indent="    ", break_long_words=False)
+                         for name in sorted(OPS))
+        self.assertExpectedInline(text, """\
+compact_active(Tensor plan_count, Tensor num_reqs) -> (Tensor, Tensor)
+compute_slot_mappings(Tensor(a0!) slot_mappings, Tensor block_tables, Tensor query_start_loc, Tensor
+    positions, Tensor block_sizes, Tensor? query_lens=None) -> ()
+conv_replay(Tensor(a0!) conv_ring, Tensor x, Tensor weight, Tensor? bias, Tensor positions, Tensor slots,
+    Tensor? query_lens=None, *, bool silu) -> Tensor
+copy_slots(Tensor(a0!) pool, Tensor src_slots, Tensor dst_slots, Tensor layer_group, Tensor active_rows) -> ()
+gather_block_tables(Tensor(a0!) block_tables, Tensor request_tables, Tensor idx_mapping, Tensor num_reqs) ->
+    ()
+gdn_materialize(Tensor(a0!) state, Tensor u_ring, Tensor k_ring, Tensor g_ring, Tensor src_slots, Tensor
+    dst_slots, Tensor ring_start, Tensor count, Tensor layer_group, Tensor active_rows, Tensor(a10!)?
+    state_scale=None, Tensor? seed=None, *, SymInt philox_rounds=0) -> ()
+gdn_replay(Tensor(a0!) state, Tensor(a1!) u_ring, Tensor(a2!) k_ring, Tensor(a3!) g_ring, Tensor ring_start,
+    Tensor ring_committed, Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias,
+    Tensor slots, Tensor? query_lens=None, Tensor(a15!)? state_scale=None, Tensor? seed=None, *, SymInt
+    window, float scale, bool l2norm, SymInt philox_rounds=0) -> Tensor
+gdn_update(Tensor(a0!) state, Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias,
+    Tensor slots, Tensor? query_lens=None, Tensor? token_slots=None, *, float scale, bool l2norm) -> Tensor
+mamba2_materialize(Tensor(a0!) state, Tensor x_ring, Tensor B_ring, Tensor dt_ring, Tensor A, Tensor
+    src_slots, Tensor dst_slots, Tensor ring_start, Tensor count, Tensor layer_group, Tensor active_rows,
+    Tensor(a11!)? state_scale=None, Tensor? seed=None, *, SymInt philox_rounds=0) -> ()
+mamba2_replay(Tensor(a0!) state, Tensor(a1!) x_ring, Tensor(a2!) B_ring, Tensor(a3!) dt_ring, Tensor
+    ring_start, Tensor ring_committed, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor?
+    z, Tensor? dt_bias, Tensor slots, Tensor? query_lens=None, Tensor(a16!)? state_scale=None, Tensor?
+    seed=None, *, SymInt window, bool dt_softplus=True, float dt_min=0.0, float? dt_max=None, SymInt
+    philox_rounds=0) -> Tensor
+mamba2_update(Tensor(a0!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z,
+    Tensor? dt_bias, Tensor slots, Tensor? query_lens=None, Tensor? token_slots=None, *, bool
+    dt_softplus=True, float dt_min=0.0, float? dt_max=None) -> Tensor
+paged_attention(Tensor q, Tensor cache, Tensor block_table, Tensor seq_lens, Tensor query_start_loc, Tensor?
+    query_lens=None, *, float scale) -> Tensor
+prepare_positions(Tensor(a0!) positions, Tensor(a1!) seq_lens, Tensor idx_mapping, Tensor query_start_loc,
+    Tensor num_computed, Tensor? query_lens=None) -> ()
+ring_commit(Tensor(a0!) ring_start, Tensor(a1!) ring_committed, Tensor(a2!) src_slots, Tensor(a3!) dst_slots,
+    Tensor(a4!) plan_start, Tensor(a5!) plan_count, Tensor block_tables, Tensor? query_start_loc, Tensor?
+    query_lens, Tensor num_computed, Tensor num_accepted, Tensor is_prefilling, Tensor? live_cols, Tensor?
+    idx_mapping, *, SymInt block_size, SymInt window, SymInt ring_len, bool post_step, bool materialize) -> ()
+ring_reset(Tensor(a0!) ring_start, Tensor(a1!) ring_committed, Tensor block_tables, Tensor src_cols, Tensor
+    dst_cols, Tensor? idx_mapping=None) -> ()
+swa_attention(Tensor q, Tensor cache, Tensor indices, Tensor lens, *, float scale) -> Tensor
+swa_indices(Tensor(a0!) indices, Tensor(a1!) lens, Tensor seq_lens, Tensor query_start_loc, Tensor
+    block_table, Tensor slot_mapping, Tensor? replay_start=None, Tensor? query_lens=None, *, SymInt window,
+    SymInt block_size) -> ()
+write_kv(Tensor(a0!) cache, Tensor k, Tensor v, Tensor slot_mapping) -> ()""")

@@ -1,0 +1,154 @@
+"""The command as a user types it: text, JSON, errors in one line."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torch_replay.cli import main
+from torch_replay.models import small_model_dir
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def eager_steps(monkeypatch):
+    """These tests are about the command; compiled steps are tested in compile_tests."""
+    import torch_replay.graphs.step as step
+
+    monkeypatch.setattr(step, "compile_alone", lambda method: method)
+
+
+def run_json(capsys, *arguments) -> dict:
+    assert main(["generate", "--json", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json(capsys):
+    """One object with every request and the run's numbers."""
+    result = run_json(capsys, "def main(", "In the beginning", "--max-tokens", "12", "--spec", "3")
+    assert [request["prompt"] for request in result["requests"]] == ["def main(", "In the beginning"]
+    for request in result["requests"]:
+        assert len(request["token_ids"]) == request["output_tokens"] == 12
+        assert request["finish_reason"] == "length" and request["text"]
+    stats = result["stats"]
+    assert (stats["graph_breaks"], stats["recompiles"]) == (0, 0)
+    assert stats["decode_tokens"] == 22 and stats["prefill_tokens"] > 4  # the first token of each comes from prefill
+    assert 0 <= stats["acceptance_rate"] <= 1 and stats["tokens_per_second"] > 0
+    assert 0 < stats["state_bytes_per_token_replay"] < stats["state_bytes_per_token_plain"]
+    assert stats["state_bytes_per_token"] == stats["state_bytes_per_token_replay"]
+
+
+def test_routes_write_the_same_text(capsys):
+    """--no-replay, --spec, --batch: the same greedy text; the same seed: the same sampled text."""
+    prompts = ["import os\n", "And God said", "class Error(Exception):"]
+    for sampling in ([], ["--temperature", "0.9", "--top-k", "50", "--top-p", "0.95", "--seed", "5"]):
+        texts = set()
+        for options in ([], ["--no-replay"], ["--spec", "4"], ["--no-replay", "--spec", "2"], ["--batch", "1"]):
+            result = run_json(capsys, *prompts, "--max-tokens", "24", *options, *sampling)
+            texts.add(tuple(tuple(request["token_ids"]) for request in result["requests"]))
+            assert result["stats"]["replay"] == ("--no-replay" not in options)
+        assert len(texts) == 1
+
+
+def test_text(capsys, tmp_path):
+    """Prompts, their continuations in order, then the table."""
+    (tmp_path / "prompt.txt").write_text("def read(path):\n")
+    assert main(["generate", "import sys\n", "--file", str(tmp_path / "prompt.txt"), "--max-tokens", "10"]) == 0
+    out = capsys.readouterr().out
+    assert out.index("import sys") < out.index("--- prompt 2 of 2\ndef read(path):")
+    for line in ("prefill ", "decode ", "drafts accepted", "steps of a row that flush", "state bytes written per token",
+                 "compiled graphs a decode step", "graph breaks", "recompiles after warm-up"):
+        assert line in out
+
+
+def test_built_in_prompts(capsys):
+    """No arguments: built-in prompts run."""
+    assert len(run_json(capsys, "--max-tokens", "2")["requests"]) == 4
+
+
+BAD = {
+    "unknown folder": (["x", "--model", "no/such/folder"], "no/such/folder: no such folder"),
+    "no file": (["--file", "no/such/file"], "--file no/such/file: No such file"),
+    "a folder for a file": (["--file", "."], "--file .: Is a directory"),
+    "long prompt": (["word " * 3000], "prompt 1:"),
+    "empty prompt": ([""], "PROMPT is empty"),
+    "no tokens": (["x", "--max-tokens", "0"], "--max-tokens: '0', expected an integer of at least 1"),
+    "not a number": (["x", "--spec", "many"], "--spec: 'many', expected an integer from 0 to 15"),
+    "too many drafts": (["x", "--spec", "16"], "expected an integer from 0 to 15"),
+    "cold": (["x", "--temperature", "-1"], "--temperature: '-1', expected a number of at least 0"),
+    "nan": (["x", "--temperature", "nan"], "expected a number"),
+    "top-p": (["x", "--top-p", "1.5"], "--top-p: '1.5', expected a number from 0 to 1"),
+    "top-p 0": (["x", "--top-p", "0"], "--top-p 0"),
+    "batch": (["x", "--batch", "0"], "--batch: '0'"),
+    "device": (["x", "--device", "nope"], "--device nope: unknown"),
+    "no GPU": (["x", "--device", "cuda:99"], "--device cuda:99: this machine has no such device"),
+}
+
+
+@pytest.mark.parametrize("arguments, message", BAD.values(), ids=BAD)
+def test_bad_arguments(capsys, arguments, message):
+    """One clear line on stderr, a non-zero status, no traceback, nothing on stdout."""
+    try:
+        status = main(["generate", *arguments])
+    except SystemExit as stop:
+        status = stop.code
+    out, err = capsys.readouterr()
+    assert status == 2 and out == ""
+    assert message in err and "Traceback" not in err
+    assert len([line for line in err.splitlines() if not line.startswith(("usage", " "))]) == 1
+
+
+def test_empty_and_binary_files(capsys, tmp_path):
+    """Files that hold no prompt."""
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    for name, message in (("empty", "the file is empty"), ("binary", "not UTF-8 text")):
+        assert main(["generate", "--file", str(tmp_path / name)]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_broken_model_folders(capsys, tmp_path, missing):
+    """A model folder without one of its files, or with garbage in it, is named in one line."""
+    folder = tmp_path / "model"
+    shutil.copytree(small_model_dir(), folder)
+    (folder / missing).write_bytes(b"garbage")
+    assert main(["generate", "x", "--model", str(folder)]) == 2
+    assert missing in capsys.readouterr().err
+    (folder / missing).unlink()
+    assert main(["generate", "x", "--model", str(folder)]) == 2
+    assert missing in capsys.readouterr().err
+
+
+def test_info(capsys):
+    """Versions and the kernel of every op."""
+    assert main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["ops"]["mamba2_replay"]["cpu"] == "reference (torch)" and facts["packages"]["torch"]
+    assert main(["info"]) == 0
+    assert "gdn_replay" in capsys.readouterr().out
+
+
+def test_module_in_a_clone():
+    """`python -m torch_replay` works inside a clone, where this folder shadows an installed package."""
+    done = subprocess.run([sys.executable, "-m", "torch_replay", "info"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "mamba2_replay" in done.stdout, done.stderr
+
+
+def test_import_needs_no_triton():
+    """The package imports, with its ops, where triton and flashinfer cannot be imported."""
+    code = ("import builtins, sys\nreal = builtins.__import__\n"
+            "def refuse(name, *args, **kwargs):\n"
+            "    if name.split('.')[0] in ('triton', 'flashinfer') and 'torch_replay' in args[0]['__name__']:\n"
+            "        raise ImportError(name)\n"
+            "    return real(name, *args, **kwargs)\n"
+            "builtins.__import__ = refuse\n"
+            "import torch_replay, torch\n"
+            "import torch_replay.engine\n"
+            "assert torch.ops.torch_replay.mamba2_replay and 'flashinfer' not in sys.modules\n")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
