@@ -12,10 +12,10 @@ import torch
 from .progress import Ticker, TokenBar
 
 BUILT_IN_PROMPTS = (
-    "def read_config(path):\n    \"\"\"Read the configuration",
-    "import os\nimport sys\n\nclass ",
+    'def read_config(path):\n    """Read the configuration',
+    "for line in lines:\n",
     "In the beginning God created the heaven and the earth. And",
-    "And Moses said unto the people,",
+    "Blessed is the man that",
 )
 
 
