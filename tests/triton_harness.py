@@ -1,0 +1,30 @@
+"""Runs Triton kernels where there is a GPU, and under the interpreter on a CPU where there is none."""
+
+import contextlib
+import importlib
+import importlib.util
+import os
+
+import pytest
+import torch
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+if not GPU:  # read when a kernel's module is first imported
+    os.environ["TRITON_INTERPRET"] = "1"
+
+requires_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+# what runs on the GPU machine with `-m gpu`, and in the interpreter elsewhere
+on_device = [requires_triton, pytest.mark.gpu] if GPU else [requires_triton]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16] if GPU else [torch.float32]
+
+
+@contextlib.contextmanager
+def triton_kernel(op: str):
+    """Within the context `op` runs its Triton kernel on DEVICE."""
+    from torch_replay.ops.registry import OPS, override_kernel
+
+    family = OPS[op].body.__module__.rsplit(".", 1)[0]
+    kernel = getattr(importlib.import_module(f"{family}.kernels"), op)
+    with override_kernel(op, DEVICE, kernel):
+        yield
