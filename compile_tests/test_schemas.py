@@ -30,6 +30,16 @@ gdn_replay(Tensor(a0!) state, Tensor(a1!) u_ring, Tensor(a2!) k_ring, Tensor(a3!
     window, float scale, bool l2norm, SymInt philox_rounds=0) -> Tensor
 gdn_update(Tensor(a0!) state, Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias,
     Tensor slots, Tensor? query_lens=None, Tensor? token_slots=None, *, float scale, bool l2norm) -> Tensor
+kda_materialize(Tensor(a0!) state, Tensor u_ring, Tensor k_ring, Tensor g_ring, Tensor src_slots, Tensor
+    dst_slots, Tensor ring_start, Tensor count, Tensor layer_group, Tensor active_rows, Tensor(a10!)?
+    state_scale=None, Tensor? seed=None, *, SymInt philox_rounds=0) -> ()
+kda_replay(Tensor(a0!) state, Tensor(a1!) u_ring, Tensor(a2!) k_ring, Tensor(a3!) g_ring, Tensor ring_start,
+    Tensor ring_committed, Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias,
+    Tensor slots, Tensor? query_lens=None, Tensor(a15!)? state_scale=None, Tensor? seed=None, *, SymInt
+    window, float scale, bool l2norm, float? lower_bound=None, SymInt philox_rounds=0) -> Tensor
+kda_update(Tensor(a0!) state, Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias,
+    Tensor slots, Tensor? query_lens=None, Tensor? token_slots=None, *, float scale, bool l2norm, float?
+    lower_bound=None) -> Tensor
 mamba2_materialize(Tensor(a0!) state, Tensor x_ring, Tensor B_ring, Tensor dt_ring, Tensor A, Tensor
     src_slots, Tensor dst_slots, Tensor ring_start, Tensor count, Tensor layer_group, Tensor active_rows,
     Tensor(a11!)? state_scale=None, Tensor? seed=None, *, SymInt philox_rounds=0) -> ()

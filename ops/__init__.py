@@ -7,6 +7,7 @@ the argument at fault. Nothing here imports Triton or FlashInfer.
 from .attention.op import paged_attention, swa_attention, swa_indices
 from .conv.op import conv_replay, copy_slots
 from .gdn.op import gdn_materialize, gdn_replay, gdn_update
+from .kda.op import kda_materialize, kda_replay, kda_update
 from .mamba2.op import mamba2_materialize, mamba2_replay, mamba2_update
 from .registry import OPS
 from .ring.op import compact_active, gather_block_tables, ring_commit, ring_reset
@@ -23,6 +24,9 @@ __all__ = [
     "gdn_materialize",
     "gdn_replay",
     "gdn_update",
+    "kda_materialize",
+    "kda_replay",
+    "kda_update",
     "mamba2_materialize",
     "mamba2_replay",
     "mamba2_update",

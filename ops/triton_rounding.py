@@ -107,11 +107,11 @@ def encode_state(values, seed, element, slot, KIND: tl.constexpr, DTYPE: tl.cons
             up = (low < magnitude) & (draw * (high - low) < magnitude - low)
             nearest = below + up.to(tl.int32)
         return (nearest | tl.where(values < 0, 128, 0)).to(tl.uint8)
-    if DTYPE == tl.float32:
+    if tl.float32 == DTYPE:
         return values
-    if DTYPE == tl.float16:
+    if tl.float16 == DTYPE:
         magnitude = tl.minimum(magnitude, 65504.0)
-    if DTYPE == tl.bfloat16:  # to nearest here, since the interpreter's conversion truncates
+    if tl.bfloat16 == DTYPE:  # to nearest here, since the interpreter's conversion truncates
         bits = magnitude.to(tl.int32, bitcast=True)
         nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from harness import assert_close
 from tiny import engine, greedy, tiny_model
 from truth_model import TruthModel
 
@@ -218,6 +219,28 @@ def test_failing_callback(model, prompts, want):
     assert victim not in runner._live and runner.scheduler.has_work is False
 
 
+def test_prefill_hands_over_a_checkpoint(model, prompts):
+    """After a prefill the ring is empty and the checkpoint is the state after the whole prompt, in chunks or not."""
+    states = []
+    for chunk in (256, 7):
+        runner = engine(model, chunk_size=chunk)
+        runner.add_request(prompts[3], PARAMS)
+        while not (request := next(iter(runner._live.values()))[0]).output_ids:
+            runner.step()
+        truth = TruthModel(model)
+        for token in prompts[3]:
+            truth.step(token)
+        for family, context in runner.memory.states.items():
+            assert not context.ring_committed.any()
+            states.append((family, context.state[:, request.index + 1]))
+    for (family, whole), (_, chunked) in zip(states[:2], states[2:]):
+        assert_close(family, chunked, whole, 1e-5)
+    for (family, got), kind in zip(states, ("mamba2", "gdn")):
+        assert family == kind
+        want = [state for layer, state in zip(model.layers, truth.states) if layer.kind == family]
+        assert_close(family, got, torch.stack(want), 1e-5)
+
+
 def test_abort_in_a_callback(model, prompts, want):
     """A callback may abort its own request or any other, also one whose turn is later in the same step."""
     runner = engine(model, max_num_seqs=5)
@@ -323,7 +346,7 @@ def test_bad_prompts(model, prompt, message):
 @pytest.mark.parametrize("options, message", [
     ({"num_spec": 16}, "num_spec is 16"), ({"window": 0}, "window is 0"), ({"ring_len": 16}, "ring_len is 16"),
     ({"max_model_len": 300}, "max_model_len is 300"), ({"block_size": 0}, "block_size is 0"),
-    ({"max_num_seqs": True}, "max_num_seqs is True"),
+    ({"chunk_size": True}, "chunk_size is True"),
 ])
 def test_bad_options(model, options, message):
     """Limits that contradict each other are refused by name."""

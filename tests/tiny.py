@@ -34,8 +34,26 @@ def tiny_model(seed: int = 0, **sizes) -> HybridModel:
     return model
 
 
-def engine(model, **options) -> Engine:
-    return Engine(model, None, EngineConfig(**{"max_num_seqs": 4, "compiled": False, **options}))
+def engine(model, max_num_seqs: int = 4, **options) -> Engine:
+    """An engine of `max_num_seqs` requests in which a batch row never equals its request's index.
+
+    Index 0 is withheld and rows go by index, so that the index of row r is at least r + 1.
+    """
+    runner = Engine(model, None, EngineConfig(**{"max_num_seqs": max_num_seqs + 1, "compiled": False, **options}))
+    assert runner.scheduler.indices.allocate(1) == [1]  # index i is this pool's block i + 1
+    schedule = runner.scheduler.schedule
+
+    def by_index():
+        plan = schedule()
+        order = sorted(range(len(plan.decodes)), key=lambda row: plan.decodes[row].index)
+        plan.decodes, plan.drafts = [plan.decodes[row] for row in order], [plan.drafts[row] for row in order]
+        plan.prefills.sort(key=lambda chunk: chunk.request.index)
+        for rows in (plan.decodes, [chunk.request for chunk in plan.prefills]):
+            assert all(request.index > row for row, request in enumerate(rows))
+        return plan
+
+    runner.scheduler.schedule = by_index
+    return runner
 
 
 @torch.no_grad()

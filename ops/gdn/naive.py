@@ -23,14 +23,14 @@ def normalised(x: Tensor, l2norm: bool) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) if l2norm else x
 
 
-def _value_heads(per_key_head: Tensor, heads: int, dim: int) -> Tensor:
+def value_heads(per_key_head: Tensor, heads: int, dim: int) -> Tensor:
     """H -> HV entries along `dim`: value head h reads key head h // (HV / H)."""
     return per_key_head.repeat_interleave(heads // per_key_head.shape[dim], dim=dim)
 
 
 def _read(state: Tensor, keys: Tensor) -> Tensor:
     """state [n, HV, V, K] times keys [n, T, H, K] -> [n, T, HV, V]."""
-    return torch.einsum("nhvk,nthk->nthv", state, _value_heads(keys, state.shape[1], 2))
+    return torch.einsum("nhvk,nthk->nthv", state, value_heads(keys, state.shape[1], 2))
 
 
 def _fold(state, u, k, g) -> Tensor:
@@ -38,7 +38,7 @@ def _fold(state, u, k, g) -> Tensor:
     passed = elapsed(g)
     total = passed[:, -1:]
     weighted = torch.exp((total - passed).float()).unsqueeze(-1) * u
-    outer = torch.einsum("njhv,njhk->nhvk", weighted, _value_heads(k, u.shape[2], 2))
+    outer = torch.einsum("njhv,njhk->nhvk", weighted, value_heads(k, u.shape[2], 2))
     return torch.exp(total[:, 0].float())[..., None, None] * state + outer
 
 
@@ -81,7 +81,7 @@ def gdn_replay(
 
     def weights(x: Tensor) -> Tensor:
         """How much row j's u reaches a read at token t with x [B, T, H, K]: decay times (k_j . x_t), [B, T, j, HV]."""
-        return decay * _value_heads(torch.einsum("bthk,bjhk->btjh", x, all_k), heads, 3)
+        return decay * value_heads(torch.einsum("bthk,bjhk->btjh", x, all_k), heads, 3)
 
     checkpoint = load_state(state, slots, state_scale)
     checkpoint = torch.where((slots > 0)[:, None, None, None], checkpoint, 0.0)
@@ -112,15 +112,20 @@ def gdn_replay(
 def gdn_update(
     state, q, k, v, a, b, A_log, dt_bias, slots, query_lens=None, token_slots=None, *, scale, l2norm, out,
 ) -> None:
+    g, beta = gates(a, b, A_log, dt_bias)
+    delta_update(state, q, k, v, g.unsqueeze(-1), beta, slots, query_lens, token_slots, scale, l2norm, out)
+
+
+def delta_update(state, q, k, v, g, beta, slots, query_lens, token_slots, scale, l2norm, out) -> None:
+    """The delta rule token by token, the state written each time. g: log decay [B, T, HV, 1], or [B, T, HV, K]."""
     tokens, heads = v.shape[1], v.shape[2]
     lens = row_lengths(slots, query_lens, tokens)
-    g, beta = gates(a, b, A_log, dt_bias)
-    keys = _value_heads(normalised(k, l2norm), heads, 2)
-    queries = _value_heads(normalised(q, l2norm) * scale, heads, 2)
+    keys = value_heads(normalised(k, l2norm), heads, 2)
+    queries = value_heads(normalised(q, l2norm) * scale, heads, 2)
     current = load_state(state, slots, None)
     for t in range(tokens):
         real = (t < lens)[:, None, None]
-        decayed = torch.exp(g[:, t])[..., None, None] * current
+        decayed = torch.exp(g[:, t]).unsqueeze(-2) * current
         stored = torch.einsum("bhvk,bhk->bhv", decayed, keys[:, t])
         update = beta[:, t].unsqueeze(-1) * (v[:, t].float() - stored)
         advanced = decayed + update.unsqueeze(-1) * keys[:, t].unsqueeze(-2)

@@ -1,0 +1,227 @@
+"""Kimi Delta Attention ops: decode from a checkpoint and a ring of corrected updates, the plain update, and snapshots.
+
+The recurrence, for one value head: the gated delta rule with a decay per key channel (Kimi Team, "Kimi Linear: An
+Expressive, Efficient Attention Architecture", technical report, 2025):
+
+    g = -exp(A_log) softplus(a + dt_bias), a vector over K     beta = sigmoid(b)     k <- k / |k|
+    u = beta (v - S diag(e^g) k)           S <- S diag(e^g) + u k^T                  o = S q,  q <- scale q / |q|
+
+With `lower_bound` the *safe gate*, g = lower_bound * sigmoid(exp(A_log) (a + dt_bias)), between lower_bound and 0
+(flash-linear-attention, fla/ops/kda/gate.py).
+
+The ring holds u, the corrected update (see the gated delta rule family), keys as used, and g of every token. With
+G_t = g_1 + .. + g_t, row j reaches token t with key k_j exp(G_t - G_j): the exp of a difference that is at most 0.
+Keys k_j exp(-G_j) decayed in advance are cheaper but overflow float32 once a ring decays by more than e^-88; the form
+here is safe at any decay and ring length, so that no window, `lower_bound` or head ratio has to be refused.
+
+Sizes: S slots, H heads of q and k, HV heads of v (head h reads key head h // (HV / H)), K key dim, V value dim, R ring
+rows, B batch rows, T tokens a row, L layers, G cache groups.
+"""
+
+import math
+from typing import Optional
+
+from torch import Tensor
+
+from ..check import (
+    EIGHT_BIT,
+    F32,
+    FLOAT,
+    I32,
+    INDEX,
+    Shapes,
+    check_materialize,
+    check_materialize_values,
+    check_ring,
+    check_row_values,
+    check_scale_and_seed,
+    check_update_values,
+    require,
+)
+from ..registry import register
+from . import naive
+
+
+def _check_inputs(shapes: Shapes, q, k, v, a, b, A_log, dt_bias, slots, query_lens, lower_bound) -> None:
+    shapes("q", q, "B T H K", FLOAT)
+    shapes("k", k, "B T H K", FLOAT)
+    shapes("v", v, "B T HV V", FLOAT)
+    shapes("a", a, "B T HV K", FLOAT)
+    shapes("b", b, "B T HV", FLOAT)
+    shapes("A_log", A_log, "HV", FLOAT)
+    shapes("dt_bias", dt_bias, "HV K", FLOAT)
+    shapes("slots", slots, "B", INDEX)
+    shapes("query_lens", query_lens, "B", INDEX)
+    require(shapes.HV % shapes.H == 0, shapes.op, "v", f"of {shapes.HV} heads", f"a multiple of {shapes.H} key heads")
+    require(lower_bound is None or -math.inf < lower_bound < 0, shapes.op, "lower_bound", lower_bound,
+            "None or a finite number below 0")
+
+
+def _replay_values(state, u_ring, k_ring, g_ring, ring_start, ring_committed, q, k, v, a, b, A_log, dt_bias, slots,
+                   query_lens=None, *args, **kwargs) -> None:
+    check_row_values("kda_replay", state, u_ring.shape[2], ring_start, ring_committed, q.shape[1], slots, query_lens)
+
+
+@register(mutates=("state", "u_ring", "k_ring", "g_ring", "state_scale"), cpu=naive.kda_replay,
+          check_values=_replay_values)
+def kda_replay(
+    state: Tensor,
+    u_ring: Tensor,
+    k_ring: Tensor,
+    g_ring: Tensor,
+    ring_start: Tensor,
+    ring_committed: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    slots: Tensor,
+    query_lens: Optional[Tensor] = None,
+    state_scale: Optional[Tensor] = None,
+    seed: Optional[Tensor] = None,
+    *,
+    window: int,
+    scale: float,
+    l2norm: bool,
+    lower_bound: Optional[float] = None,
+    philox_rounds: int = 0,
+) -> Tensor:
+    """Decode of T tokens a row from a checkpoint and the ring of updates committed since.
+
+    Args:
+        state: [S, HV, V, K] checkpoints; float32, bfloat16, float16, or float8_e4m3fn / int8 with `state_scale`.
+            Mutated, for flushing rows only.
+        u_ring: [S, HV, R, V] corrected updates, k_ring: [S, H, R, K] keys as used (normalised if l2norm), g_ring:
+            [S, HV, R, K] float32 log decay per token and channel. Mutated: the row's real tokens are appended,
+            accepted or not. Keys and updates are rounded to the ring's dtype before this step uses them.
+        ring_start, ring_committed: [S] int32, oldest live ring row and number of live rows. Read only.
+        q, k: [B, T, H, K]. v: [B, T, HV, V]. a: [B, T, HV, K] raw decay. b: [B, T, HV] raw beta. Any strides.
+        A_log: [HV]. dt_bias: [HV, K].
+        slots: [B], slot of each row; 0 is a padded row. query_lens: [B] real tokens a row in [0, T]; None: T.
+        state_scale: [S, HV, V] float32, row scale over K of an 8-bit state. Mutated with `state`.
+        seed: one int64, with philox_rounds > 0: flushes round stochastically.
+        window: W. A row flushes iff committed + its real tokens > W: its committed rows (not the new ones) are folded
+            into `state`. 0 is the small-batch route, which flushes at every step with a token. Rows
+            without tokens never flush.
+        scale: factor on q, usually K ** -0.5.
+        l2norm: divide q and k by sqrt(sum x^2 + 1e-6) over K. False: they are used as they come.
+        lower_bound: None for the softplus gate, a negative number (Kimi: -5) for the safe gate.
+        philox_rounds: 0 rounds to nearest.
+
+    Returns:
+        o: [B, T, HV, V] in v's dtype; 0 for padded rows and for tokens from query_lens on.
+
+    Raises:
+        ValueError: shapes, dtypes, T > W, R < W + T, lower_bound not below 0; on a CPU also slots, lengths and
+            cursors out of range and slots named twice.
+    """
+    shapes = Shapes("kda_replay")
+    shapes("state", state, "S HV V K", FLOAT + EIGHT_BIT)
+    shapes("u_ring", u_ring, "S HV R V", FLOAT)
+    shapes("k_ring", k_ring, "S H R K", FLOAT)
+    shapes("g_ring", g_ring, "S HV R K", F32)
+    shapes("ring_start", ring_start, "S", I32)
+    shapes("ring_committed", ring_committed, "S", I32)
+    _check_inputs(shapes, q, k, v, a, b, A_log, dt_bias, slots, query_lens, lower_bound)
+    check_ring(shapes, window, "q")
+    check_scale_and_seed(shapes, state, state_scale, "S HV V", seed, philox_rounds)
+    return v.new_empty(v.shape)
+
+
+def _update_values(state, q, k, v, a, b, A_log, dt_bias, slots, query_lens=None, token_slots=None, **kwargs) -> None:
+    check_update_values("kda_update", state, q.shape[1], slots, query_lens, token_slots)
+
+
+@register(mutates=("state",), cpu=naive.kda_update, check_values=_update_values)
+def kda_update(
+    state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    slots: Tensor,
+    query_lens: Optional[Tensor] = None,
+    token_slots: Optional[Tensor] = None,
+    *,
+    scale: float,
+    l2norm: bool,
+    lower_bound: Optional[float] = None,
+) -> Tensor:
+    """The ordinary recurrence that writes the state at every step: the yardstick for `kda_replay`.
+
+    Args:
+        state: [S, HV, V, K] float32, bfloat16 or float16. Mutated.
+        q, k, v, a, b, A_log, dt_bias, slots, query_lens, scale, l2norm, lower_bound: as in `kda_replay`.
+        token_slots: [B, T]. Given, the state after token t of row b goes to slot token_slots[b, t] (0: not kept) and
+            `slots` is only read, so that acceptance of drafts picks a slot by index. None: the state after the last
+            real token replaces the state of `slots`.
+
+    Returns:
+        o: [B, T, HV, V] in v's dtype; 0 for padded rows and for tokens from query_lens on.
+
+    Raises:
+        ValueError: shapes, dtypes, lower_bound not below 0; on a CPU also slots out of range, written twice, or both
+            read and written.
+    """
+    shapes = Shapes("kda_update")
+    shapes("state", state, "S HV V K", FLOAT)
+    _check_inputs(shapes, q, k, v, a, b, A_log, dt_bias, slots, query_lens, lower_bound)
+    shapes("token_slots", token_slots, "B T", INDEX)
+    return v.new_empty(v.shape)
+
+
+def _materialize_values(state, u_ring, k_ring, g_ring, *plan, **kwargs) -> None:
+    check_materialize_values("kda_materialize", state, u_ring.shape[3], *plan[:6])
+
+
+@register(mutates=("state", "state_scale"), cpu=naive.kda_materialize,
+          check_values=_materialize_values)
+def kda_materialize(
+    state: Tensor,
+    u_ring: Tensor,
+    k_ring: Tensor,
+    g_ring: Tensor,
+    src_slots: Tensor,
+    dst_slots: Tensor,
+    ring_start: Tensor,
+    count: Tensor,
+    layer_group: Tensor,
+    active_rows: Tensor,
+    state_scale: Optional[Tensor] = None,
+    seed: Optional[Tensor] = None,
+    *,
+    philox_rounds: int = 0,
+) -> None:
+    """Writes canonical states, of all layers at once: state[dst] = state[src] advanced by ring rows of src.
+
+    Any number of rows folds exactly, because the ring holds corrected updates: a snapshot may stop inside a draft.
+
+    Args:
+        state: [L, S, HV, V, K], dtypes as in `kda_replay`. Mutated: destination slots.
+        u_ring: [L, S, HV, R, V], k_ring: [L, S, H, R, K], g_ring: [L, S, HV, R, K] float32. Read only.
+        src_slots, dst_slots, ring_start, count: [G, B]. count rows from ring_start are folded; 0 copies exactly (the
+            scale too), -1 skips. A null slot (0) on either side skips. src == dst works.
+        layer_group: [L], group of each layer. active_rows: [B], the batch rows to treat; the first -1 ends the list.
+        state_scale: [L, S, HV, V] float32 for 8-bit states. Mutated.
+        seed: one int64; layer l draws with seed + l, so that layers round independently.
+        philox_rounds: 0 rounds to nearest.
+
+    Raises:
+        ValueError: shapes and dtypes; on a CPU also a count, slot or row out of range, a row listed twice, and a
+            destination that is another row's source or destination (on a GPU that is the caller's error).
+    """
+    shapes = Shapes("kda_materialize")
+    shapes("state", state, "L S HV V K", FLOAT + EIGHT_BIT)
+    shapes("u_ring", u_ring, "L S HV R V", FLOAT)
+    shapes("k_ring", k_ring, "L S H R K", FLOAT)
+    shapes("g_ring", g_ring, "L S HV R K", F32)
+    require(shapes.HV % shapes.H == 0, shapes.op, "u_ring", f"of {shapes.HV} heads",
+            f"a multiple of {shapes.H} key heads")
+    check_materialize(shapes, src_slots, dst_slots, ring_start, count, layer_group, active_rows)
+    check_scale_and_seed(shapes, state, state_scale, "L S HV V", seed, philox_rounds)
