@@ -73,8 +73,10 @@ def encode_e4m3(magnitude):
 def decode_state(raw, KIND: tl.constexpr):
     """A loaded tile of any state dtype -> float32, before row scales."""
     if KIND == 2:
-        return decode_e4m3(raw)
-    return raw.to(tl.float32)
+        decoded = decode_e4m3(raw)
+    else:
+        decoded = raw.to(tl.float32)
+    return decoded
 
 
 @triton.jit
@@ -83,38 +85,37 @@ def _below(magnitude, nearest, decoded):
 
 
 @triton.jit
-def encode_state(values, seed, element, slot, KIND: tl.constexpr, DTYPE: tl.constexpr, ROUNDS: tl.constexpr):
-    """float32 tile (divided by its row scales where KIND has them) -> tile to store in a state of DTYPE.
+def _encode_int8(values, seed, element, slot, ROUNDS: tl.constexpr):
+    if ROUNDS > 0:
+        rounded = tl.floor(values + uniform_draw(seed, element, slot, ROUNDS))
+    else:
+        clamped = tl.minimum(tl.maximum(values, -127.0), 127.0)
+        rounded = (clamped + 12582912.0) - 12582912.0  # 1.5 * 2^23: the sum has no fraction bits
+    return tl.minimum(tl.maximum(rounded, -127.0), 127.0).to(tl.int8)
 
-    ROUNDS 0 rounds to nearest, else stochastically with the draw of counter (element, slot); float32 is stored as is.
-    """
-    if KIND == 1:
-        if ROUNDS > 0:
-            rounded = tl.floor(values + uniform_draw(seed, element, slot, ROUNDS))
-        else:
-            clamped = tl.minimum(tl.maximum(values, -127.0), 127.0)
-            rounded = (clamped + 12582912.0) - 12582912.0  # 1.5 * 2^23: the sum has no fraction bits
-        return tl.minimum(tl.maximum(rounded, -127.0), 127.0).to(tl.int8)
+
+@triton.jit
+def _encode_fp8(values, seed, element, slot, ROUNDS: tl.constexpr):
+    magnitude = tl.minimum(tl.abs(values), 448.0)
+    nearest = encode_e4m3(magnitude)
+    if ROUNDS > 0:
+        below = _below(magnitude, nearest, decode_e4m3(nearest))
+        low = decode_e4m3(below)
+        high = decode_e4m3(below + 1)
+        draw = uniform_draw(seed, element, slot, ROUNDS)
+        up = (low < magnitude) & (draw * (high - low) < magnitude - low)
+        nearest = below + up.to(tl.int32)
+    return (nearest | tl.where(values < 0, 128, 0)).to(tl.uint8)
+
+
+@triton.jit
+def _encode_16_bit(values, seed, element, slot, DTYPE: tl.constexpr, ROUNDS: tl.constexpr):
     magnitude = tl.abs(values)
-    if KIND == 2:
-        magnitude = tl.minimum(magnitude, 448.0)
-        nearest = encode_e4m3(magnitude)
-        if ROUNDS > 0:
-            below = _below(magnitude, nearest, decode_e4m3(nearest))
-            low = decode_e4m3(below)
-            high = decode_e4m3(below + 1)
-            draw = uniform_draw(seed, element, slot, ROUNDS)
-            up = (low < magnitude) & (draw * (high - low) < magnitude - low)
-            nearest = below + up.to(tl.int32)
-        return (nearest | tl.where(values < 0, 128, 0)).to(tl.uint8)
-    if tl.float32 == DTYPE:
-        return values
-    if tl.float16 == DTYPE:
-        magnitude = tl.minimum(magnitude, 65504.0)
-    if tl.bfloat16 == DTYPE:  # to nearest here, since the interpreter's conversion truncates
+    if DTYPE == tl.bfloat16:  # to nearest here, since the interpreter's conversion truncates
         bits = magnitude.to(tl.int32, bitcast=True)
         nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
+        magnitude = tl.minimum(magnitude, 65504.0)
         nearest = magnitude.to(DTYPE)
     if ROUNDS > 0:
         below = _below(magnitude, nearest.to(tl.int16, bitcast=True), nearest.to(tl.float32))
@@ -125,6 +126,24 @@ def encode_state(values, seed, element, slot, KIND: tl.constexpr, DTYPE: tl.cons
         nearest = (below + up.to(tl.int16)).to(tl.int16).to(DTYPE, bitcast=True)
     sign = tl.where(values < 0, -32768, 0).to(tl.int16)
     return (nearest.to(tl.int16, bitcast=True) | sign).to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def encode_state(values, seed, element, slot, KIND: tl.constexpr, DTYPE: tl.constexpr, ROUNDS: tl.constexpr):
+    """float32 tile (divided by its row scales where KIND has them) -> tile to store in a state of DTYPE.
+
+    ROUNDS 0 rounds to nearest, else stochastically with the draw of counter (element, slot); float32 is stored as is.
+    Older Triton compiles what follows a return of constant condition, hence one branch a kind.
+    """
+    if KIND == 1:
+        stored = _encode_int8(values, seed, element, slot, ROUNDS)
+    elif KIND == 2:
+        stored = _encode_fp8(values, seed, element, slot, ROUNDS)
+    elif DTYPE == tl.float32:
+        stored = values
+    else:
+        stored = _encode_16_bit(values, seed, element, slot, DTYPE, ROUNDS)
+    return stored
 
 
 @triton.jit

@@ -25,7 +25,8 @@ def _conv_values(conv_ring, x, weight, bias, positions, slots, query_lens=None, 
         check.require_range(op, "query_lens", query_lens, 0, x.shape[1])
 
 
-@register(mutates=("conv_ring",), cpu=naive.conv_replay, check_values=_conv_values)
+@register(mutates=("conv_ring",), cpu=naive.conv_replay,
+          cuda="torch_replay.ops.conv.kernels", check_values=_conv_values)
 def conv_replay(
     conv_ring: Tensor,
     x: Tensor,
@@ -86,7 +87,7 @@ def _copy_values(pool, src_slots, dst_slots, layer_group, active_rows) -> None:
         check.require_distinct_slots(op, "dst_slots", target[source > 0])
 
 
-@register(mutates=("pool",), cpu=naive.copy_slots, check_values=_copy_values)
+@register(mutates=("pool",), cpu=naive.copy_slots, cuda="torch_replay.ops.conv.kernels", check_values=_copy_values)
 def copy_slots(pool: Tensor, src_slots: Tensor, dst_slots: Tensor, layer_group: Tensor, active_rows: Tensor) -> None:
     """Copies whole slots of a pool, bit for bit, of all layers at once: pool[l, dst] = pool[l, src].
 

@@ -31,7 +31,8 @@ def _check_requests(shapes: Shapes, idx_mapping: Optional[Tensor]) -> None:
                 f"a mapping, or a request for each of {shapes.B} rows")
 
 
-@register(mutates=("block_tables",), cpu=naive.gather_block_tables, check_values=gather_values)
+@register(mutates=("block_tables",), cpu=naive.gather_block_tables,
+          cuda="torch_replay.ops.ring.kernels", check_values=gather_values)
 def gather_block_tables(block_tables: Tensor, request_tables: Tensor, idx_mapping: Tensor, num_reqs: Tensor) -> None:
     """Block tables of the batch: row b gets the table of request idx_mapping[b].
 
@@ -52,7 +53,8 @@ def gather_block_tables(block_tables: Tensor, request_tables: Tensor, idx_mappin
     shapes.count("num_reqs", num_reqs)
 
 
-@register(mutates=("ring_start", "ring_committed"), cpu=naive.ring_reset, check_values=reset_values)
+@register(mutates=("ring_start", "ring_committed"), cpu=naive.ring_reset,
+          cuda="torch_replay.ops.ring.kernels", check_values=reset_values)
 def ring_reset(
     ring_start: Tensor,
     ring_committed: Tensor,
@@ -87,7 +89,7 @@ def ring_reset(
 
 
 @register(mutates=("ring_start", "ring_committed", "src_slots", "dst_slots", "plan_start", "plan_count"),
-          cpu=naive.ring_commit, check_values=commit_values)
+          cpu=naive.ring_commit, cuda="torch_replay.ops.ring.kernels", check_values=commit_values)
 def _ring_commit(
     ring_start: Tensor,
     ring_committed: Tensor,
@@ -214,7 +216,7 @@ def _compact_values(plan_count, num_reqs) -> None:
     check.require_range("compact_active", "num_reqs", num_reqs, 0, plan_count.shape[1])
 
 
-@register(cpu=naive.compact_active, check_values=_compact_values)
+@register(cpu=naive.compact_active, cuda="torch_replay.ops.ring.kernels", check_values=_compact_values)
 def compact_active(plan_count: Tensor, num_reqs: Tensor) -> tuple[Tensor, Tensor]:
     """Batch rows that have a plan in any group, compacted: the `active_rows` of the materialise ops.
 

@@ -59,7 +59,8 @@ def _positions_values(positions, seq_lens, idx_mapping, query_start_loc, num_com
     require_range(op, "num_computed", num_computed[used], 0, 2**31 - 1)
 
 
-@register(mutates=("positions", "seq_lens"), cpu=naive.prepare_positions, check_values=_positions_values)
+@register(mutates=("positions", "seq_lens"), cpu=naive.prepare_positions,
+          cuda="torch_replay.ops.tokens.kernels", check_values=_positions_values)
 def prepare_positions(
     positions: Tensor,
     seq_lens: Tensor,
@@ -98,7 +99,8 @@ def _mapping_values(slot_mappings, block_tables, query_start_loc, positions, blo
     require_range(op, "positions", positions[real], 0, 2**63 - 1)
 
 
-@register(mutates=("slot_mappings",), cpu=naive.compute_slot_mappings, check_values=_mapping_values)
+@register(mutates=("slot_mappings",), cpu=naive.compute_slot_mappings,
+          cuda="torch_replay.ops.tokens.kernels", check_values=_mapping_values)
 def compute_slot_mappings(
     slot_mappings: Tensor,
     block_tables: Tensor,
@@ -134,7 +136,7 @@ def _write_values(cache, k, v, slot_mapping) -> None:
     require_distinct_slots("write_kv", "slot_mapping", slot_mapping)
 
 
-@register(mutates=("cache",), cpu=naive.write_kv, check_values=_write_values)
+@register(mutates=("cache",), cpu=naive.write_kv, cuda="torch_replay.ops.tokens.kernels", check_values=_write_values)
 def write_kv(cache: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
     """Keys and values of a step's tokens into their slots of a paged cache.
 
