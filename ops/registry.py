@@ -20,6 +20,8 @@ from typing import Callable, Iterator, Optional, Union
 
 import torch
 
+from . import backends
+
 NAMESPACE = "torch_replay"
 
 # A Library that is garbage-collected takes its ops with it, and defining a name twice raises. importlib.reload keeps
@@ -32,7 +34,8 @@ if "_LIBRARY" not in globals():
 @dataclass
 class Op:
     """A registered op. `kernels` maps a device type to a callable, or to the dotted module that holds one of the
-    op's name and is imported when the device is first dispatched to."""
+    op's name and is imported when the device is first dispatched to. `flashinfer` is the dotted module of a second CUDA
+    kernel, if there is one; `backends` chooses. A device in `overridden` runs what `override_kernel` gave it."""
 
     name: str
     schema: str
@@ -43,6 +46,8 @@ class Op:
     kernels: dict[str, Union[str, Callable]] = field(default_factory=dict)
     overload: Optional[torch._ops.OpOverload] = None
     wrapper: Optional[Callable] = None
+    flashinfer: Optional[str] = None
+    overridden: set[str] = field(default_factory=set)
 
     def kernel(self, device: str) -> Callable:
         found = self.kernels[device]
@@ -56,6 +61,7 @@ def register(
     *,
     cpu: Callable,
     cuda: Union[str, Callable, None] = None,
+    flashinfer: Optional[str] = None,
     mutates: tuple[str, ...] = (),
     check_values: Optional[Callable] = None,
 ) -> Callable:
@@ -65,6 +71,7 @@ def register(
         cpu: reference kernel in plain torch; takes the op's arguments plus `out=` if the op returns something.
         cuda: dotted module holding the CUDA kernel under the op's name, imported on first use. None: the reference
             kernel serves CUDA tensors too (right, but slow, and it may synchronise).
+        flashinfer: dotted module with a kernel by FlashInfer for CUDA tensors; see `backends` for what it must hold.
         mutates: names of the arguments that the op writes.
         check_values: called with the op's arguments before a CPU kernel; looks at values (slot ranges, lengths),
             which a GPU cannot do without a host sync.
@@ -79,7 +86,8 @@ def register(
             return OPS[name].wrapper
         schema = name + torch.library.infer_schema(body, mutates_args=mutates)
         kernels = {"cpu": cpu, "cuda": cuda or cpu}
-        op = Op(name, schema, mutates, body, inspect.signature(body), check_values, kernels)
+        op = Op(name, schema, mutates, body, inspect.signature(body), check_values, kernels,
+                flashinfer=flashinfer)
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(name, _implementation(op, "cpu"), "CPU")
         _LIBRARY.impl(name, _implementation(op, "cuda"), "CUDA")
@@ -97,10 +105,11 @@ def _implementation(op: Op, device: str) -> Callable:
         out = op.body(*args, **kwargs)
         if device == "cpu" and op.check_values is not None:
             op.check_values(*args, **kwargs)
+        kernel = backends.select(op, args, kwargs) if device == "cuda" else op.kernel(device)
         if out is None:
-            op.kernel(device)(*args, **kwargs)
+            kernel(*args, **kwargs)
         else:
-            op.kernel(device)(*args, **kwargs, out=out)
+            kernel(*args, **kwargs, out=out)
         return out
 
     return run
@@ -142,12 +151,13 @@ def _check_types(op: Op, hints: dict, args: tuple, kwargs: dict) -> None:
 def override_kernel(name: str, device: str, kernel: Callable) -> Iterator[None]:
     """Within the context, op `name` runs `kernel` on `device` ("cpu" or "cuda"), with the same calling convention."""
     op = OPS[name]
-    saved = op.kernels[device]
+    saved = op.kernels[device], set(op.overridden)
     op.kernels[device] = kernel
+    op.overridden.add(device)
     try:
         yield
     finally:
-        op.kernels[device] = saved
+        op.kernels[device], op.overridden = saved
 
 
 def lint(op: Op) -> list[str]:

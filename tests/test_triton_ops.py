@@ -1,16 +1,19 @@
-"""Every sample of every op through its Triton kernel: on a GPU where there is one, else under the interpreter."""
+"""Every sample of every op through its Triton kernel on a GPU, in every dtype.
+
+Under the interpreter, which is slow, the files of the families (test_triton_*.py) run every sample in float32.
+"""
 
 import importlib
 
 import pytest
 import torch
 from harness import RATIO, assert_close, call, check_sample, clone, named, raw
-from triton_harness import DEVICE, DTYPES, GPU, on_device, triton_kernel
+from triton_harness import DEVICE, DTYPES, GPU, triton_kernel
 
 from torch_replay.ops.registry import OPS
 from torch_replay.ops.samples import FAMILIES, samples
 
-pytestmark = on_device
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="the interpreter runs the files of the families")]
 FAMILY = {op: OPS[op].body.__module__.split(".")[-2] for op in OPS}
 SAMPLES = [sample for sample in samples() if FAMILY[sample.op] in FAMILIES]
 CASES = [(sample, dtype) for sample in SAMPLES for dtype in DTYPES]
@@ -49,7 +52,6 @@ def test_eight_bit_states(sample):
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
-@pytest.mark.skipif(not GPU, reason="the interpreter runs in one thread")
 def test_five_identical_launches(sample):
     """The same inputs give the same bytes, five times: no race."""
     first = run(sample, torch.bfloat16)

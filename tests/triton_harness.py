@@ -1,18 +1,14 @@
-"""Runs Triton kernels where there is a GPU, and under the interpreter on a CPU where there is none."""
+"""Runs Triton kernels where there is a GPU, and under the interpreter (see conftest.py) where there is none."""
 
 import contextlib
 import importlib
 import importlib.util
-import os
 
 import pytest
 import torch
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-if not GPU:  # read when a kernel's module is first imported
-    os.environ["TRITON_INTERPRET"] = "1"
-
 requires_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 # what runs on the GPU machine with `-m gpu`, and in the interpreter elsewhere
 on_device = [requires_triton, pytest.mark.gpu] if GPU else [requires_triton]

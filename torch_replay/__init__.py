@@ -11,13 +11,14 @@ if not _os.path.isdir(_os.path.join(_here, "ops")):
     __path__.append(_os.path.dirname(_here))
 
 from . import ops  # noqa: E402
+from .ops.backends import set_backend  # noqa: E402
 
 __version__ = "0.1.0"
 _LAZY = {
     "Engine": "engine", "EngineConfig": "engine", "RequestOutput": "engine", "SamplingParams": "request",
     "ReplayContext": "replay_context", "HybridConfig": "models", "HybridModel": "models",
 }
-__all__ = ["ops", *_LAZY]
+__all__ = ["ops", "set_backend", *_LAZY]
 
 
 def __getattr__(name: str):

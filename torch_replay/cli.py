@@ -1,4 +1,4 @@
-"""The command line: `torch-replay generate` and `torch-replay info`, also as `python -m torch_replay`."""
+"""The command line: `torch-replay generate`, `bench` and `info`, also as `python -m torch_replay`."""
 
 import argparse
 import json
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from .bench import add_parser as add_bench
 from .progress import Ticker, TokenBar
 
 BUILT_IN_PROMPTS = (
@@ -60,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="versions, devices and ops")
     info.set_defaults(run=_info)
     info.add_argument("--json", action="store_true", help="print one JSON object instead")
+    add_bench(commands)
     return parser
 
 

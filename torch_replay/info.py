@@ -5,13 +5,14 @@ import platform
 
 import torch
 
-from .ops import OPS
+from .ops import OPS, backends
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "numpy", "safetensors", "tokenizers", "transformers")
 
 
 def describe() -> dict:
-    """Versions of the packages that matter, devices, and for each op the kernel of each device type."""
+    """Versions of the packages that matter, devices, for each op the kernels there are, and in "backends" which of them
+    CUDA tensors get in this process and why (`ops.backends.describe`)."""
     from . import __version__
 
     return {
@@ -20,7 +21,8 @@ def describe() -> dict:
         "packages": {name: _version(name) for name in PACKAGES},
         "devices": ["cpu", *(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))],
         "threads": torch.get_num_threads(),
-        "ops": {name: {device: _kernel(kernel) for device, kernel in op.kernels.items()} for name, op in OPS.items()},
+        "ops": {name: _kernels(op) for name, op in OPS.items()},
+        "backends": {name: backends.describe(name) for name in OPS},
     }
 
 
@@ -32,6 +34,10 @@ def render(facts: dict) -> str:
     width = max(len(name) for name in facts["ops"])
     for name, kernels in facts["ops"].items():
         lines.append(f"  {name:<{width}}  " + ", ".join(f"{device}: {kernel}" for device, kernel in kernels.items()))
+    lines.append("what CUDA tensors run")
+    for name, choice in facts["backends"].items():
+        lines.append(f"  {name:<{width}}  {choice['backend']} ({choice['why']})")
+        lines += [f"  {'':<{width}}    not flashinfer: {n} x {reason}" for reason, n in choice["refused"].items()]
     return "\n".join(lines)
 
 
@@ -40,6 +46,11 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _kernels(op) -> dict[str, str]:
+    found = {device: _kernel(kernel) for device, kernel in op.kernels.items()}
+    return found | ({"flashinfer": op.flashinfer} if op.flashinfer else {})
 
 
 def _kernel(kernel) -> str:

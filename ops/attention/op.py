@@ -39,7 +39,8 @@ def _indices_values(indices, lens, seq_lens, query_start_loc, block_table, slot_
         require_range("swa_indices", "block_table", block_table.clamp(min=0), 0, 2**31 // block_size - 1)
 
 
-@register(mutates=("indices", "lens"), cpu=naive.swa_indices, check_values=_indices_values)
+@register(mutates=("indices", "lens"), cpu=naive.swa_indices, cuda="torch_replay.ops.attention.kernels",
+          check_values=_indices_values)
 def swa_indices(
     indices: Tensor,
     lens: Tensor,
@@ -101,7 +102,7 @@ def _swa_values(q, cache, indices, lens, *, scale) -> None:
     check_cache_slots("swa_attention", "indices", indices[torch.arange(window) < lens[:, None]], cache)
 
 
-@register(cpu=naive.swa_attention, check_values=_swa_values)
+@register(cpu=naive.swa_attention, cuda="torch_replay.ops.attention.kernels", check_values=_swa_values)
 def swa_attention(q: Tensor, cache: Tensor, indices: Tensor, lens: Tensor, *, scale: float) -> Tensor:
     """Attention of each token over the slots that `swa_indices` named for it.
 
@@ -135,7 +136,7 @@ def _paged_values(q, cache, block_table, seq_lens, query_start_loc, query_lens=N
     require_range(op, "block_table", block_table[used].clamp(min=0), 0, blocks - 1)
 
 
-@register(cpu=naive.paged_attention, check_values=_paged_values)
+@register(cpu=naive.paged_attention, cuda="torch_replay.ops.attention.kernels", check_values=_paged_values)
 def paged_attention(
     q: Tensor,
     cache: Tensor,

@@ -54,7 +54,7 @@ def _replay_values(state, u_ring, k_ring, g_ring, ring_start, ring_committed, q,
 
 
 @register(mutates=("state", "u_ring", "k_ring", "g_ring", "state_scale"), cpu=naive.gdn_replay,
-          check_values=_replay_values)
+          cuda="torch_replay.ops.gdn.kernels", check_values=_replay_values)
 def gdn_replay(
     state: Tensor,
     u_ring: Tensor,
@@ -124,7 +124,8 @@ def _update_values(state, q, k, v, a, b, A_log, dt_bias, slots, query_lens=None,
     check_update_values("gdn_update", state, q.shape[1], slots, query_lens, token_slots)
 
 
-@register(mutates=("state",), cpu=naive.gdn_update, check_values=_update_values)
+@register(mutates=("state",), cpu=naive.gdn_update, cuda="torch_replay.ops.gdn.kernels",
+          check_values=_update_values)
 def gdn_update(
     state: Tensor,
     q: Tensor,
@@ -168,7 +169,7 @@ def _materialize_values(state, u_ring, k_ring, g_ring, *plan, **kwargs) -> None:
 
 
 @register(mutates=("state", "state_scale"), cpu=naive.gdn_materialize,
-          check_values=_materialize_values)
+          cuda="torch_replay.ops.gdn.kernels", check_values=_materialize_values)
 def gdn_materialize(
     state: Tensor,
     u_ring: Tensor,

@@ -52,6 +52,7 @@ def _replay_values(state, x_ring, B_ring, dt_ring, ring_start, ring_committed, x
 
 
 @register(mutates=("state", "x_ring", "B_ring", "dt_ring", "state_scale"), cpu=naive.mamba2_replay,
+          cuda="torch_replay.ops.mamba2.kernels", flashinfer="torch_replay.ops.mamba2.flashinfer",
           check_values=_replay_values)
 def mamba2_replay(
     state: Tensor,
@@ -121,7 +122,8 @@ def _update_values(state, x, dt, A, B, C, D, z, dt_bias, slots, query_lens=None,
     check_update_values("mamba2_update", state, x.shape[1], slots, query_lens, token_slots)
 
 
-@register(mutates=("state",), cpu=naive.mamba2_update, check_values=_update_values)
+@register(mutates=("state",), cpu=naive.mamba2_update, cuda="torch_replay.ops.mamba2.kernels",
+          check_values=_update_values)
 def mamba2_update(
     state: Tensor,
     x: Tensor,
@@ -166,7 +168,8 @@ def _materialize_values(state, x_ring, B_ring, dt_ring, A, *plan, **kwargs) -> N
     check_materialize_values("mamba2_materialize", state, x_ring.shape[3], *plan[:6])
 
 
-@register(mutates=("state", "state_scale"), cpu=naive.mamba2_materialize, check_values=_materialize_values)
+@register(mutates=("state", "state_scale"), cpu=naive.mamba2_materialize, cuda="torch_replay.ops.mamba2.kernels",
+          flashinfer="torch_replay.ops.mamba2.flashinfer", check_values=_materialize_values)
 def mamba2_materialize(
     state: Tensor,
     x_ring: Tensor,
