@@ -1,6 +1,7 @@
 """Every sample of every op through its Triton kernel on a GPU, in every dtype.
 
-Under the interpreter, which is slow, the files of the families (test_triton_*.py) run every sample in float32.
+Under the interpreter, which is slow, this file runs the delta-rule families in float32; the files of the others
+(test_triton_*.py) run their own samples.
 """
 
 import importlib
@@ -8,14 +9,14 @@ import importlib
 import pytest
 import torch
 from harness import RATIO, assert_close, call, check_sample, clone, named, raw
-from triton_harness import DEVICE, DTYPES, GPU, triton_kernel
+from triton_harness import DEVICE, DTYPES, GPU, on_device, triton_kernel
 
 from torch_replay.ops.registry import OPS
 from torch_replay.ops.samples import FAMILIES, samples
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="the interpreter runs the files of the families")]
+pytestmark = on_device
 FAMILY = {op: OPS[op].body.__module__.split(".")[-2] for op in OPS}
-SAMPLES = [sample for sample in samples() if FAMILY[sample.op] in FAMILIES]
+SAMPLES = [sample for sample in samples() if FAMILY[sample.op] in (FAMILIES if GPU else ("gdn", "kda"))]
 CASES = [(sample, dtype) for sample in SAMPLES for dtype in DTYPES]
 COARSE = ("int8", "fp8")
 
@@ -51,7 +52,8 @@ def test_eight_bit_states(sample):
     assert_close("state", decode[0], decode[1], RATIO[before["state"].dtype])
 
 
-@pytest.mark.parametrize("sample", SAMPLES, ids=str)
+@pytest.mark.skipif(not GPU, reason="the interpreter runs its programs one after the other")
+@pytest.mark.parametrize("sample", SAMPLES if GPU else [], ids=str)
 def test_five_identical_launches(sample):
     """The same inputs give the same bytes, five times: no race."""
     first = run(sample, torch.bfloat16)
