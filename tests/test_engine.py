@@ -259,6 +259,7 @@ def test_abort_in_a_callback(model, prompts, want):
     assert len(final["victim"].token_ids) < 10
     assert [final[name].token_ids for name in ("early", "late")] == [want[0], want[3]]
     assert not runner._live
+    assert not runner.stats._ring_rows  # nothing is kept of a request that has ended
 
 
 def test_abort_and_late_arrival(model, prompts, want):

@@ -1,26 +1,23 @@
 """Triton kernels of the attention ops against the float64 truth: under the interpreter, or on a CUDA device if any."""
 
-import os
 import random
 
 import pytest
 import torch
 
-ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
 import truth_attention  # noqa: E402
 from harness import RATIO, assert_close, call, check_sample, named  # noqa: E402
+from triton_harness import DEVICE, on_device  # noqa: E402
+from triton_harness import GPU as ON_GPU  # noqa: E402
 
 from torch_replay.ops.attention import kernels, naive  # noqa: E402
 from torch_replay.ops.attention.samples import SAMPLES  # noqa: E402
 from torch_replay.ops.registry import OPS, override_kernel  # noqa: E402
 from torch_replay.ops.samples import Rng  # noqa: E402
 
-DEVICE = "cuda" if ON_GPU else "cpu"
-pytestmark = [pytest.mark.gpu] if ON_GPU else []
+pytestmark = on_device
 HALVES = [torch.float16, torch.bfloat16]
 
 

@@ -152,8 +152,12 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """Ends a request with finish_reason "abort"; False if there is none of that id."""
-        self._live.pop(request_id, None)
+        self._forget(request_id)
         return self.scheduler.abort(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        self._live.pop(request_id, None)
+        self.stats.forget(request_id)
 
     def step(self) -> list[RequestOutput]:
         """One scheduling step: chunks of prompts, then one token or more for every request that decodes.
@@ -234,18 +238,16 @@ class Engine:
         route = "sampled" if any(request.params.temperature for request in plan.decodes) else "greedy"
         with self.compile_counts.watch(route):
             result = self.decode(rows, route)
-        seconds = time.perf_counter() - begin
-        made = 0
+        drafts = [len(draft) for draft in plan.drafts]
+        names = [request.id for request in plan.decodes]
+        self.stats.record_decode(names, drafts, result.accepted, time.perf_counter() - begin)
         for row, request in enumerate(plan.decodes):
             accepted = result.accepted[row]
             request.num_computed += accepted
             request.decode_steps += 1
             request.drafted += len(plan.drafts[row])
             request.accepted += accepted - 1
-            made += self._commit(request, result.samples[row][:accepted], outputs, failures)
-        drafts = [len(draft) for draft in plan.drafts]
-        names = [request.id for request in plan.decodes]
-        self.stats.record_decode(names, drafts, result.accepted, made, seconds)
+            self.stats.decode_tokens += self._commit(request, result.samples[row][:accepted], outputs, failures)
         self.stats.flushes += sum(result.flushed)
 
     @staticmethod
@@ -287,6 +289,6 @@ class Engine:
             output.finish_reason = request.finish_reason
         elif reason:
             self.scheduler.finish(request, reason)
-            del self._live[request.id]
+            self._forget(request.id)
         outputs.append(output)
         return len(request.output_ids) - before

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Optional
 
 import torch
-from torch import Tensor
 
 from .models import HybridConfig, HybridModel
 from .replay_context import PlainStates, ReplayContext, StateGroup, StateLayer
@@ -61,18 +60,6 @@ class ModelMemory:
             if kind in pattern:
                 self.kv[kind] = [torch.zeros(shape, dtype=config.dtype, device=device)
                                  for _ in range(pattern.count(kind))]
-
-    def tensors(self) -> list[Tensor]:
-        """Every persistent tensor."""
-        found = [cache for caches in self.kv.values() for cache in caches]
-        for states in self.states.values():
-            if isinstance(states, ReplayContext):
-                tables = (states.block_tables, states.request_tables, states.src_slots, states.dst_slots,
-                          states.plan_start, states.plan_count)
-                found += [*states.block_copy_tensors(), *tables]
-            else:
-                found += [states.state, states.conv_ring, states.own_slots]
-        return found
 
 
 def state_layer(model: HybridConfig, memory: MemoryConfig, family: str, index: int) -> StateLayer:

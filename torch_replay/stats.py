@@ -29,21 +29,24 @@ class Stats:
         self.prefill_seconds += seconds
         self._ring_rows.update(dict.fromkeys(requests, 0))
 
-    def record_decode(self, requests: list[str], drafts: list[int], accepted: list[int], made: int,
-                      seconds: float) -> None:
-        """ids, drafts and accepted tokens by row; `made` tokens reached requests (a stop cuts a step's tail)."""
+    def record_decode(self, requests: list[str], drafts: list[int], accepted: list[int], seconds: float) -> None:
+        """ids, drafts and accepted tokens by row. `decode_tokens`, those that reach requests, the engine counts as it
+        hands them out: a stop cuts a step's tail."""
         self.decode_steps += 1
         self.decode_rows += len(drafts)
         self.drafted += sum(drafts)
         self.fed += sum(drafts) + len(drafts)
         self.accepted_drafts += sum(accepted) - len(accepted)
-        self.decode_tokens += made
         self.decode_seconds += seconds
         for request, draft, taken in zip(requests, drafts, accepted, strict=True):
             rows = self._ring_rows[request]
             flush = rows + draft + 1 > self._window
             self.replay_flushes += flush
             self._ring_rows[request] = taken if flush else rows + taken
+
+    def forget(self, request: str) -> None:
+        """Drops what is kept of a request that has ended."""
+        self._ring_rows.pop(request, None)
 
     def as_dict(self) -> dict:
         """Flat numbers; None where nothing ran that would define one.
