@@ -201,9 +201,11 @@ def measure(name: str, args: tuple, kwargs: Optional[dict] = None, *, repeats: i
     """
     op = registry.OPS[name]
     arguments = _arguments(op, tuple(args), kwargs or {})
-    if not any(isinstance(value, torch.Tensor) and value.is_cuda for value in arguments.values()):
+    device = next(value.device for value in arguments.values() if isinstance(value, torch.Tensor))
+    if device.type != "cuda":
         return None
-    return _measure(op, arguments, functools.partial(_median_us, repeats=repeats))
+    with torch.cuda.device(device):
+        return _measure(op, arguments, functools.partial(_median_us, repeats=repeats))
 
 
 def choose_by_measurement(name: str, calls: Iterable[tuple[tuple, dict]]) -> dict[Optional[str], int]:
