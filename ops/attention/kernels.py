@@ -329,8 +329,9 @@ def _plan(q, cache, block_m: int) -> dict:
     compute, block_d = _compute_dtype(q, cache), max(16, triton.next_power_of_2(q.shape[2]))
     wide = compute == tl.float32
     block_n = max(16, 2048 // block_d) if wide else max(32, 4096 // block_d)
+    many = wide or block_m * max(128, block_d) >= 64 * 128 or q.shape[2] % 16
     return dict(COMPUTE=compute, BLOCK_M=block_m, BLOCK_N=min(64, block_n), BLOCK_D=block_d,
-                num_warps=8 if wide or block_m >= 64 or q.shape[2] % 16 else 4, num_stages=3, maxnreg=255)
+                num_warps=8 if many else 4, num_stages=3, maxnreg=255)
 
 
 def _count_splits(programs: int, keys: int) -> int:
