@@ -17,7 +17,7 @@ ARCHES = (80, 90, 100)
 HALVES = (["hoard", "mamba2", "attention"], ["gdn", "kda", "conv", "ring", "tokens"])
 FILE_REGISTERS = 65536  # of a multiprocessor
 SHARED = 99 * 1024  # bytes that the smallest GPU since sm_80 gives to a program
-SLACK = 32  # bytes of stack a thread that sizes of no model may take
+SLACK = 64  # bytes of stack a thread that sizes of no model may take
 CONTROL = "_hoard_tile_kernel"
 
 
