@@ -51,6 +51,8 @@ mamba2_replay(Tensor(a0!) state, Tensor(a1!) x_ring, Tensor(a2!) B_ring, Tensor(
 mamba2_update(Tensor(a0!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z,
     Tensor? dt_bias, Tensor slots, Tensor? query_lens=None, Tensor? token_slots=None, *, bool
     dt_softplus=True, float dt_min=0.0, float? dt_max=None) -> Tensor
+pad_replayed_slots(Tensor(a0!) slot_mappings, Tensor cacheable_groups, Tensor query_start_loc, Tensor
+    positions, Tensor replay_start, Tensor? query_lens=None, *, SymInt window) -> ()
 paged_attention(Tensor q, Tensor cache, Tensor block_table, Tensor seq_lens, Tensor query_start_loc, Tensor?
     query_lens=None, *, float scale) -> Tensor
 prepare_positions(Tensor(a0!) positions, Tensor(a1!) seq_lens, Tensor idx_mapping, Tensor query_start_loc,

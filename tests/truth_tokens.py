@@ -35,6 +35,15 @@ def compute_slot_mappings(slot_mappings, block_tables, query_start_loc, position
                 slot_mappings[group, token] = slot_of(block_tables[group, row], int(positions[token]), size)
 
 
+def pad_replayed_slots(slot_mappings, cacheable_groups, query_start_loc, positions, replay_start, query_lens, *,
+                       window):
+    for row, start in enumerate(replay_start.tolist()):
+        for token in row_tokens(query_start_loc, query_lens, row):
+            if start > 0 and start <= int(positions[token]) < start + window:
+                for group in cacheable_groups.tolist():
+                    slot_mappings[group, token] = -1
+
+
 def write_kv(cache, k, v, slot_mapping):
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:

@@ -77,13 +77,20 @@ def _stop_texts(stop: object) -> tuple[str, ...]:
 class Request:
     """One request, from arrival to its finish. Compared and hashed by identity.
 
-    The engine appends to `output_ids` and advances `num_computed`; the scheduler owns `index`, `tables`, `arrival`,
-    `finish_reason` and `preemptions`, and takes `num_computed` back to 0 when the caches are taken away.
+    The engine appends to `output_ids`; the scheduler owns `index`, `tables`, `arrival`, `finish_reason` and
+    `preemptions`, moves `num_computed`, and takes it back to 0 when the caches are taken away.
 
     num_computed: tokens whose state is in the caches, always the first ones. index: row in the persistent per-request
     buffers, -1 when not admitted. tables: for each KV group the block ids by position // block_size, 0 where a
     window block was freed. arrival: order in which the scheduler got it. drafted, accepted: draft tokens proposed and
-    kept. Raises TypeError or ValueError for an id that is no text and for prompt ids that are no token ids.
+    kept.
+
+    With a prefix cache: only requests of one cache_salt share prefixes. prefix_keys: names of the first tokens, see
+    `prefix_cache`. hit_tokens: H, the boundary up to which the request took over what others computed. replay_start:
+    first position that its sliding windows may look at, 0: all. source: snapshot that its state starts from, snapshots:
+    those that this step may publish, by the edge they stand at; both are held for one step only.
+
+    Raises TypeError or ValueError for an id or salt that is no text and for prompt ids that are no token ids.
     """
 
     id: str
@@ -99,10 +106,18 @@ class Request:
     accepted: int = 0
     preemptions: int = 0
     decode_steps: int = 0
+    cache_salt: str = ""
+    prefix_keys: list[bytes] = field(default_factory=list)
+    hit_tokens: int = 0
+    replay_start: int = 0
+    source: int = 0
+    snapshots: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self):
         if not isinstance(self.id, str):
             raise TypeError(f"id: expected a string, got {self.id!r}")
+        if not isinstance(self.cache_salt, str):
+            raise TypeError(f"cache_salt: expected a string, got {self.cache_salt!r}")
         if not isinstance(self.params, SamplingParams):
             raise TypeError(f"params: expected SamplingParams, got {self.params!r}")
         self.prompt_ids = [check_int(f"prompt_ids[{i}]", token, 0) for i, token in enumerate(self.prompt_ids)]

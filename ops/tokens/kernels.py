@@ -101,6 +101,34 @@ def compute_slot_mappings(
             (rows + 1).bit_length(), BLOCK=TOKENS, num_warps=4)
 
 
+@jit_once
+def _pad_replayed_kernel(
+    p_slots, slots_group, slots_token, p_groups, groups_stride, p_start, start_stride, p_positions, positions_stride,
+    p_replay, replay_stride, p_lens, lens_stride, tokens, rows, window, steps, BLOCK: tl.constexpr,
+):
+    i_group = tl.load(p_groups + tl.program_id(1) * groups_stride).to(tl.int64)
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row, index, real = _find_rows(p_start, start_stride, p_lens, lens_stride, o, tokens, rows, steps)
+    position = tl.load(p_positions + o * positions_stride, mask=real, other=-1).to(tl.int64)
+    start = tl.load(p_replay + row * replay_stride, mask=real, other=0).to(tl.int64)
+    replayed = real & (start > 0) & (position >= start) & (position < start + window)
+    none = tl.zeros_like(o) - 1
+    tl.store(p_slots + i_group * slots_group + o * slots_token, none, mask=replayed)
+
+
+def pad_replayed_slots(
+    slot_mappings, cacheable_groups, query_start_loc, positions, replay_start, query_lens=None, *, window
+) -> None:
+    """One program for each 256 tokens of a cacheable group."""
+    tokens, rows, groups = positions.shape[0], replay_start.shape[0], cacheable_groups.shape[0]
+    start, lens = _layout(query_start_loc, query_lens)
+    if tokens and groups:
+        _pad_replayed_kernel[(triton.cdiv(tokens, TOKENS), groups)](
+            slot_mappings, *slot_mappings.stride(), cacheable_groups, cacheable_groups.stride(0), *start, positions,
+            positions.stride(0), replay_start, replay_start.stride(0), *lens, tokens, rows, window,
+            (rows + 1).bit_length(), BLOCK=TOKENS, num_warps=4)
+
+
 @triton.jit(do_not_specialize=["p_slots", "slots_stride"])
 def _write_kv_kernel(
     p_cache, cache_block, cache_offset, cache_side, cache_head, cache_dim, p_k, k_token, k_head, k_dim, p_v, v_token,

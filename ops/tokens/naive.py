@@ -54,6 +54,17 @@ def compute_slot_mappings(
     slot_mappings.copy_(torch.where(real, slots, -1))
 
 
+def pad_replayed_slots(
+    slot_mappings, cacheable_groups, query_start_loc, positions, replay_start, query_lens=None, *, window
+) -> None:
+    row, _, real = token_rows(query_start_loc, query_lens, positions.shape[0])
+    start = replay_start.long()[row]
+    replayed = real & (start > 0) & (positions >= start) & (positions < start + window)
+    group = torch.arange(slot_mappings.shape[0], device=row.device)
+    cacheable = (group[:, None] == cacheable_groups).any(1)
+    slot_mappings.masked_fill_(cacheable[:, None] & replayed, -1)
+
+
 def write_kv(cache, k, v, slot_mapping) -> None:
     block_size = cache.shape[1]
     kept = (slot_mapping >= block_size).nonzero().squeeze(1)

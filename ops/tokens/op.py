@@ -9,6 +9,9 @@ layouts use this:
 
 Everything else (tokens i >= q of a row, tokens past the last row) is filler and gets the value that means "nothing".
 
+After a prefix hit the window of keys before it is computed again, from `replay_start` on ("bounded replay"). What the
+other groups hold there is shared, and exact where the new values are not: `pad_replayed_slots` keeps it.
+
 Sizes: B batch rows, reqs request slots, G cache groups, C block-table columns, KVH key/value heads, D head dim. A slot
 is `block * block_size + offset`; block 0 is the null block, which is never written; slot -1 (PAD_SLOT) means no slot.
 """
@@ -129,6 +132,52 @@ def compute_slot_mappings(
     shapes("positions", positions, "tokens", INDEX)
     shapes("block_sizes", block_sizes, "G", INDEX)
     require(shapes.C >= 1, shapes.op, "block_tables", f"of {shapes.C} columns", "1 or more")
+
+
+def _pad_values(slot_mappings, cacheable_groups, query_start_loc, positions, replay_start, query_lens=None, *,
+                window) -> None:
+    op = "pad_replayed_slots"
+    require_range(op, "cacheable_groups", cacheable_groups, 0, slot_mappings.shape[0] - 1)
+    check_layout_values(op, query_start_loc, query_lens, positions.shape[0])
+    require_range(op, "replay_start", replay_start, 0, 2**31 - 1)
+
+
+@register(mutates=("slot_mappings",), cpu=naive.pad_replayed_slots,
+          cuda="torch_replay.ops.tokens.kernels", check_values=_pad_values)
+def pad_replayed_slots(
+    slot_mappings: Tensor,
+    cacheable_groups: Tensor,
+    query_start_loc: Tensor,
+    positions: Tensor,
+    replay_start: Tensor,
+    query_lens: Optional[Tensor] = None,
+    *,
+    window: int,
+) -> None:
+    """Takes the slots of replayed tokens away, so that nothing shared is overwritten; before any metadata is built.
+
+    A token is replayed if its row has a `replay_start` above 0 and `replay_start <= position < replay_start + window`.
+    Since positions decide, the chunks of a prompt may end anywhere.
+
+    Args:
+        slot_mappings: [G, tokens] int64. Mutated: -1 at replayed tokens, in the rows of `cacheable_groups` alone; the
+            window groups' own slots stay.
+        cacheable_groups: [n], groups whose blocks the prefix cache shares.
+        query_start_loc: [B + 1]. query_lens: [B] or None. See the head of this file.
+        positions: [tokens]. replay_start: [B], by row; 0: the row replays nothing.
+        window: tokens replayed, the attention window.
+
+    Raises:
+        ValueError: shapes, dtypes, a window below 1; on a CPU also a group out of range, a bad layout, a negative
+            start.
+    """
+    shapes = Shapes("pad_replayed_slots")
+    require(window >= 1, shapes.op, "window", window, "1 or more")
+    shapes("slot_mappings", slot_mappings, "G tokens", I64)
+    shapes("cacheable_groups", cacheable_groups, "n", INDEX)
+    shapes("replay_start", replay_start, "B", INDEX)
+    check_layout(shapes, query_start_loc, query_lens)
+    shapes("positions", positions, "tokens", INDEX)
 
 
 def _write_values(cache, k, v, slot_mapping) -> None:
