@@ -25,6 +25,16 @@ class KVGroup:
     num_blocks: int
     sliding_window: Optional[int] = None
 
+    @property
+    def prefix_cacheable(self) -> bool:
+        """Whether its blocks are shared by prefix; those of a sliding window are private."""
+        return self.sliding_window is None
+
+    @property
+    def prefix_replay_tokens(self) -> int:
+        """Tokens before a prefix hit that the group needs computed again."""
+        return self.sliding_window or 0
+
 
 @dataclass(frozen=True)
 class Prefill:
@@ -102,8 +112,8 @@ class Scheduler:
         if len(set(names)) != len(names):
             raise ValueError(f"groups: expected different names, got {names}")
         self.groups = list(groups)
-        self.full_groups = [group for group in groups if group.sliding_window is None]
-        self.window_groups = [group for group in groups if group.sliding_window is not None]
+        self.full_groups = [group for group in groups if group.prefix_cacheable]
+        self.window_groups = [group for group in groups if not group.prefix_cacheable]
         for group in self.window_groups:
             check_int(f"sliding_window of group {group.name!r}", group.sliding_window, 1)
         self.pools = {group.name: BlockPool(group.num_blocks) for group in groups}
@@ -111,7 +121,7 @@ class Scheduler:
         if prefix_cache:
             self.prefix = PrefixCache(
                 {group.name: self.pools[group.name] for group in self.full_groups}, block_size,
-                max((group.sliding_window for group in self.window_groups), default=0),
+                max((group.prefix_replay_tokens for group in groups), default=0),
                 None if num_snapshots is None else BlockPool(1 + check_int("num_snapshots", num_snapshots, 1)),
                 block_size if state_block_size is None else state_block_size)
         snapshots = [self.prefix.snapshots] if self.prefix and self.prefix.snapshots else []
@@ -276,7 +286,7 @@ class Scheduler:
         tokens, fresh = self._cap(request, request.num_tokens + 1), {}
         for group in self.groups:
             fresh[group.name] = need = self._blocks_held(group, request.num_tokens - hit.start, tokens)
-            if group.sliding_window is None:
+            if group.prefix_cacheable:
                 fresh[group.name] -= len(keys)
                 need -= sum(self.pools[group.name].holds(key) for key in keys)
             if self._room(group.name) < need:

@@ -4,7 +4,7 @@ Both routes take tokens as `[rows, T]` of which the first `query_lens[row]` are 
 `output` of each mixer with training, and leave the caches so that either route may follow.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Optional
 
 import torch
@@ -13,6 +13,16 @@ from torch import Tensor
 from .. import ops
 from ..replay_context import ReplayContext
 from .layers import rope_rows
+
+
+@dataclass
+class AttnMetadata:
+    """What the layers of one KV kind read in a step."""
+
+    block_table: Tensor  # [B, C] int32
+    slot_mapping: Tensor  # [tokens] int64
+    indices: Optional[Tensor] = None  # [tokens, window] int32, of sliding windows
+    lens: Optional[Tensor] = None  # [tokens] int32
 
 
 @dataclass
@@ -27,10 +37,7 @@ class Batch:
     conv_slots: dict[str, Tensor]  # by family, [B] int32, 0 for padded rows
     state_slots: dict[str, Tensor]  # by family, [B] int32, likewise
     token_slots: dict[str, Optional[Tensor]]  # by family, [B, T] or None
-    block_tables: dict[str, Tensor]  # by KV kind, [B, C] int32
-    slot_mappings: dict[str, Tensor]  # by KV kind, [tokens] int64
-    swa_indices: Optional[Tensor] = None  # [tokens, window]
-    swa_lens: Optional[Tensor] = None  # [tokens]
+    attn: dict[str, AttnMetadata] = field(default_factory=dict)  # by KV kind
 
 
 def forward_hidden(model, memory, input_ids: Tensor, batch: Batch, prefill: bool) -> Tensor:
@@ -55,12 +62,13 @@ def forward_hidden(model, memory, input_ids: Tensor, batch: Batch, prefill: bool
 
 def _attention(mixer, kind, cache, h, rope, batch):
     q, k, v = (t.flatten(0, 1) for t in mixer.project(h, rope))
-    ops.write_kv(cache, k, v, batch.slot_mappings[kind])
+    attn = batch.attn[kind]
+    ops.write_kv(cache, k, v, attn.slot_mapping)
     if kind == "swa":
-        out = ops.swa_attention(q, cache, batch.swa_indices, batch.swa_lens, scale=mixer.scale)
+        out = ops.swa_attention(q, cache, attn.indices, attn.lens, scale=mixer.scale)
     else:
-        out = ops.paged_attention(q, cache, batch.block_tables[kind], batch.seq_lens, batch.query_start_loc,
-                                  batch.query_lens, scale=mixer.scale)
+        out = ops.paged_attention(q, cache, attn.block_table, batch.seq_lens, batch.query_start_loc, batch.query_lens,
+                                  scale=mixer.scale)
     return mixer.output(out.unflatten(0, h.shape[:2]))
 
 
