@@ -221,12 +221,16 @@ class ReplayModelState(DefaultModelState):
         super().remove_request(index)
         self.replay_start[index] = 0
 
+    def replay_starts(self, inputs: InputBatch) -> Tensor:
+        """replay_start by row, [B] int32: of prefilling rows alone. A decoding row is past its replay, and a row of
+        padding must not see what a request left in the buffer."""
+        replays = inputs.is_prefilling & (inputs.idx_mapping >= 0)
+        return torch.where(replays, self.replay_start[inputs.idx_mapping.clamp(min=0).long()], 0)
+
     def _replay(self, batch: Batch, inputs: InputBatch, mappings: Tensor) -> Optional[ReplayAttnMetadata]:
         if inputs.is_prefilling is None or not self.replay_window:
             return None
-        # A decoding row is past its replay, and an empty row must not see what a request left in the buffer.
-        replays = inputs.is_prefilling & (inputs.idx_mapping >= 0)
-        starts = torch.where(replays, self.replay_start[inputs.idx_mapping.clamp(min=0).long()], 0)
+        starts = self.replay_starts(inputs)
         ops.pad_replayed_slots(mappings, self.cacheable_groups, batch.query_start_loc, batch.positions, starts,
                                inputs.query_lens, window=self.replay_window)
         return ReplayAttnMetadata(starts)

@@ -1,0 +1,445 @@
+"""Prefix cache: what a hit is, who holds what, and that nobody ever reads what other tokens wrote."""
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_scheduler import Guess
+
+from torch_replay.block_pool import BlockPool
+from torch_replay.drafter import NoDraft
+from torch_replay.prefix_cache import PrefixCache, extend_keys
+from torch_replay.request import Request, SamplingParams
+from torch_replay.scheduler import KVGroup, Scheduler
+
+
+def make(full=True, window=None, snapshots=None, state_block=None, blocks=40, block_size=16, **sizes):
+    """A scheduler of one full-attention group, one window group and snapshots, those that are asked for."""
+    groups = [KVGroup("full", blocks)] * full + ([KVGroup("swa", blocks, window)] if window else [])
+    defaults = dict(max_num_seqs=4, max_model_len=512, prefill_budget=512, chunk_size=512, prefill_rows=4, num_spec=0,
+                    drafter=NoDraft(), prefix_cache=True)
+    return Scheduler(groups, block_size=block_size, num_snapshots=snapshots, state_block_size=state_block,
+                     **(defaults | sizes))
+
+
+def new(name, tokens, max_tokens=1, salt=""):
+    ids = list(range(tokens)) if isinstance(tokens, int) else tokens
+    return Request(name, ids, SamplingParams(max_tokens=max_tokens), cache_salt=salt)
+
+
+def run(scheduler, *requests):
+    """Runs requests to their end, without a model; by request the chunks (start, length) of its prompt."""
+    for request in requests:
+        if request.arrival < 0:
+            scheduler.add(request)
+    chunks = {request.id: [] for request in requests}
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        for chunk in plan.prefills:
+            chunks[chunk.request.id].append((chunk.start, chunk.length))
+            scheduler.advance(chunk.request, chunk.length)
+        for request in plan.decodes:
+            scheduler.advance(request, 1)
+        for request in [chunk.request for chunk in plan.prefills if chunk.last] + plan.decodes:
+            request.output_ids.append(7)
+            if len(request.output_ids) == request.params.max_tokens:
+                scheduler.finish(request, "length")
+    return [chunks[request.id] for request in requests]
+
+
+# name: scheduler, length of the first prompt (0, 1, 2, ...) and the second, then H, first token computed, replay_start
+HITS = {
+    "whole_blocks": (dict(), 100, 100, 96, 96, 0),
+    "one_token_is_left": (dict(), 96, 96, 80, 80, 0),
+    "shorter_prompt": (dict(), 100, 50, 48, 48, 0),
+    "longer_prompt": (dict(), 50, 100, 48, 48, 0),
+    "below_a_block": (dict(), 16, 16, 0, 0, 0),
+    "replayed": (dict(window=32), 100, 100, 96, 64, 64),
+    "mid_block_match_is_cut": (dict(window=32), 63, 100, 48, 16, 16),
+    "hit_of_the_window": (dict(window=32), 47, 100, 0, 0, 0),
+    "hit_of_a_block_more": (dict(window=32), 48, 100, 48, 16, 16),
+    "window_1_mod_block": (dict(window=33), 100, 100, 96, 63, 63),
+    "large_blocks_255_of_128": (dict(window=128, block_size=128), 255, 300, 0, 0, 0),
+    "window_beyond_the_prompt": (dict(window=200), 100, 100, 0, 0, 0),
+    "snapshot_at_H": (dict(snapshots=8), 100, 100, 96, 96, 0),
+    "snapshot_at_H_minus_window": (dict(window=32, snapshots=8), 100, 100, 96, 64, 64),
+    "state_block_is_not_the_kv_block": (dict(window=24, snapshots=8, state_block=24), 100, 100, 96, 72, 72),
+    "H_waits_for_both_blocks": (dict(snapshots=8, state_block=24), 100, 100, 96, 96, 0),
+    "states_alone": (dict(full=False, snapshots=8), 100, 100, 96, 96, 0),
+    "states_and_window": (dict(full=False, window=32, snapshots=8), 100, 100, 96, 64, 64),
+    "window_alone_has_nothing": (dict(full=False, window=32), 100, 100, 0, 0, 0),
+    "nothing_at_all": (dict(full=False), 100, 100, 0, 0, 0),
+}
+
+
+@pytest.mark.parametrize("sizes, first, second, boundary, start, replay_start", HITS.values(), ids=HITS)
+def test_hits(sizes, first, second, boundary, start, replay_start):
+    """The longest boundary that blocks, snapshots and window admit, cut to whole blocks, one token left to compute."""
+    scheduler = make(**sizes)
+    run(scheduler, new("first", first))
+    request = new("second", second)
+    scheduler.add(request)
+    plan = scheduler.schedule()
+    assert (request.hit_tokens, plan.prefills[0].start, request.replay_start) == (boundary, start, replay_start)
+    counts, window = scheduler.prefix.counts, sizes.get("window") or 0
+    assert (counts.hits, counts.hit_tokens) == (int(boundary > 0), boundary)
+    assert counts.replayed_tokens == boundary - start == (window if boundary else 0)
+    block = scheduler.block_size
+    if window:  # null below the replay, and not in the block where it starts
+        table = request.tables["swa"]
+        assert not any(table[: start // block]) and all(table[start // block :])
+    if "full" in request.tables:
+        each = block // scheduler.prefix.key_step
+        keys = keys_of(range(boundary), scheduler.prefix.key_step)[each - 1 :: each]
+        found = [scheduler.pools["full"].find(key) for key in keys]
+        assert request.tables["full"][: boundary // block] == found and all(request.tables["full"])
+    if sizes.get("snapshots"):
+        keys = keys_of(range(start), scheduler.prefix.key_step)
+        assert request.source == (scheduler.prefix.snapshots.find(keys[-1]) if boundary else 0)
+
+
+def test_chunks_may_end_inside_the_replay():
+    """W 32, prompt 100, H 96, chunks of 16: 16, 16, 4; the six shared blocks are kept from the first chunk on."""
+    scheduler = make(window=32, chunk_size=16)
+    run(scheduler, new("first", 100))
+    held = [scheduler.pools["full"].find(key) for key in keys_of(range(100), 16)]
+    request = new("second", 100)
+    assert run(scheduler, request) == [[(64, 16), (80, 16), (96, 4)]]
+    scheduler.add(third := new("third", 100))
+    scheduler.schedule()
+    assert third.tables["full"][:6] == held and len(third.tables["full"]) == 7
+
+
+def keys_of(tokens, step, salt=""):
+    keys = []
+    extend_keys(keys, list(tokens), step, salt)
+    return keys
+
+
+def test_keys():
+    """A key depends on every token before it and on the salt; it does not depend on how it was reached."""
+    keys = keys_of(range(40), 8)
+    assert len(keys) == 5 and len(set(keys)) == 5
+    grown = keys_of(range(20), 8)
+    extend_keys(grown, list(range(40)), 8, "")
+    assert grown == keys
+    assert keys_of([0, *range(2, 40), 1], 8)[0] != keys[0]
+    other = keys_of([9, *range(1, 40)], 8)
+    assert not set(other) & set(keys) and not set(keys_of(range(40), 8, "salt")) & set(keys)
+
+
+def test_salt_keeps_tenants_apart():
+    """The same tokens under another salt share nothing."""
+    scheduler = make(snapshots=8)
+    run(scheduler, new("a", 100, salt="one"), new("b", 100, salt="two"))
+    assert scheduler.prefix.counts.hits == 0
+    run(scheduler, new("c", 100, salt="two"), new("d", 100, salt=""))
+    assert scheduler.prefix.counts.hits == 1
+
+
+# name: sizes, prompt, chunks, edges published
+CHUNKS = {
+    "cut_where_it_would_hit": (dict(), 100, [(0, 96), (96, 4)], [96]),
+    "window_back": (dict(window=32), 100, [(0, 64), (64, 36)], [64]),
+    "prompt_of_whole_blocks": (dict(), 96, [(0, 80), (80, 16)], [80, 96]),
+    "chunks_end_on_edges": (dict(chunk_size=40), 100, [(0, 32), (32, 32), (64, 32), (96, 4)], [32, 64, 96]),
+    "chunks_below_a_block": (dict(chunk_size=6), 33, [(0, 6), (6, 6), (12, 4), (16, 6), (22, 6), (28, 4), (32, 1)],
+                             [16, 32]),
+    "state_blocks_wider_than_chunks": (dict(chunk_size=20, state_block=48), 100,
+                                       [(0, 20), (20, 20), (40, 8), (48, 20), (68, 20), (88, 8), (96, 4)], [48, 96]),
+    "short_prompt": (dict(), 16, [(0, 16)], [16]),
+    "no_snapshots_no_cuts": (dict(snapshots=None, chunk_size=40), 100, [(0, 40), (40, 40), (80, 20)], []),
+}
+
+
+@pytest.mark.parametrize("sizes, prompt, chunks, edges", CHUNKS.values(), ids=CHUNKS)
+def test_where_chunks_end(sizes, prompt, chunks, edges):
+    """Chunks end at the last edge in them, and one more at the edge where the same prompt would look for its state."""
+    scheduler = make(**({"snapshots": 16} | sizes))
+    assert run(scheduler, new("a", prompt)) == [chunks]
+    assert scheduler.prefix.counts.published_snapshots == len(edges)
+    step = scheduler.prefix.key_step
+    for edge in edges:
+        assert scheduler.prefix.snapshots.find(keys_of(range(prompt), step)[edge // step - 1])
+
+
+def test_decoding_publishes_every_edge():
+    """A second turn, the first one's prompt and output and more, hits at the last edge of the output."""
+    scheduler = make(snapshots=16, block_size=4)
+    first = new("a", 10, max_tokens=20)
+    run(scheduler, first)  # 29 tokens computed: the last one is never fed
+    assert scheduler.prefix.counts.published_snapshots == 6  # 8 by the prompt; 12, 16, 20, 24, 28 by the output
+    second = new("b", first.tokens + [1, 2, 3])
+    assert run(scheduler, second)[0][0][0] == 28
+
+
+def test_window_needs_whole_state_blocks():
+    """A window that is no multiple of the state block is refused at the start, by name."""
+    with pytest.raises(ValueError, match="state_block_size: expected a divisor of the attention window 33.*got 16"):
+        make(window=33, snapshots=4)
+    make(window=33, snapshots=4, state_block=11)
+    make(full=False, window=33)  # no snapshots, no rule
+
+
+def test_readmission_overwrites_the_start():
+    """A request that replayed and is preempted starts anew: at a new hit, or at 0 when the blocks are gone."""
+    scheduler = make(window=32, blocks=20)
+    run(scheduler, new("first", 100))
+    request = new("second", 100, max_tokens=3)
+    scheduler.add(request)
+    for _ in range(2):
+        plan = scheduler.schedule()
+        assert request.replay_start == request.num_computed == 64 and request.hit_tokens == 96
+        scheduler.recover(plan)
+        assert (request.replay_start, request.hit_tokens, request.num_computed, request.source) == (0, 0, 0, 0)
+    pool = scheduler.pools["full"]
+    pool.begin_step()
+    pool.free(pool.allocate(pool.num_free))  # everything is evicted
+    assert scheduler.schedule().admitted == [request]
+    assert request.replay_start == request.num_computed == request.hit_tokens == 0
+
+
+def test_failed_steps_publish_nothing():
+    """Blocks and snapshots of a step that failed are not found, and nobody holds them."""
+    scheduler = make(window=32, snapshots=8)
+    scheduler.add(request := new("a", 100))
+    plan = scheduler.schedule()
+    assert request.snapshots == {64: 1}
+    scheduler.recover(plan)
+    assert scheduler.prefix.counts.published_blocks == scheduler.prefix.counts.published_snapshots == 0
+    assert not request.snapshots and scheduler.prefix.snapshots.num_used == 0
+    run(scheduler, request)
+    assert scheduler.prefix.counts.hits == 0  # nothing of the first try was taken over
+    scheduler.add(again := new("b", 100))
+    scheduler.schedule()
+    assert again.hit_tokens == 96
+
+
+def test_blocks_are_shared_while_in_use():
+    """Two requests at once hold the same blocks, which then count once; either may end first."""
+    scheduler = make(blocks=12)
+    run(scheduler, new("first", 100))
+    a, b = new("a", 100, 40), new("b", 100, 40)
+    scheduler.add(a)
+    scheduler.add(b)
+    scheduler.schedule()
+    pool = scheduler.pools["full"]
+    assert a.tables["full"][:6] == b.tables["full"][:6] and a.tables["full"][6] != b.tables["full"][6]
+    assert pool.num_used == 8
+    scheduler.finish(a, "stop")
+    assert pool.num_used == 7 and all(block in pool._holders for block in b.tables["full"])
+
+
+def test_least_recently_used_goes_first():
+    """Of two prompts the one not touched since is evicted, from its end; the other still hits whole."""
+    scheduler = make(blocks=9, block_size=4, max_model_len=32)
+    old, fresh, other = [1] * 13, [2] * 13, [3] * 13
+    run(scheduler, new("a", old))
+    run(scheduler, new("b", fresh))
+    run(scheduler, new("c", old))
+    run(scheduler, new("d", other))  # takes the two unnamed blocks and two of `fresh`
+    assert scheduler.prefix.evictions == 2
+    hits = {}
+    for name, tokens in (("old", old), ("fresh", fresh)):
+        scheduler.add(request := new(name, tokens))
+        scheduler.schedule()
+        hits[name] = request.hit_tokens
+        scheduler.abort(name)
+    assert hits == {"old": 12, "fresh": 4}
+
+
+def test_pool():
+    """Publish, find, share, evict: in use never handed out, pending not before the next step, named once."""
+    pool = BlockPool(4)
+    a, b, c = pool.allocate(3)
+    assert pool.publish(a, b"a") and not pool.publish(b, b"a") and not pool.publish(a, b"x")
+    with pytest.raises(ValueError, match="expected one in use"):
+        pool.publish(0, b"n")
+    assert pool.share(b"a") == a and pool.holds(b"a")
+    pool.free([a])
+    assert pool.holds(b"a") and pool.num_used == 3
+    pool.free([a, c])
+    assert not pool.holds(b"a") and pool.num_free == 0 and pool.num_pending == 2
+    assert pool.share(b"a") == a and pool.num_pending == 1  # taken back before it was free
+    pool.free([a])
+    pool.begin_step()
+    assert pool.allocate(2) == [c, a] and pool.find(b"a") is None and pool.evictions == 1
+    with pytest.raises(KeyError):
+        pool.share(b"a")
+
+
+class World:
+    """Memory in miniature: each KV slot and snapshot remembers the tokens that led to it, and every read is checked.
+
+    `pads`: replayed tokens go to no shared block, as `ops.pad_replayed_slots` sees to.
+    """
+
+    def __init__(self, scheduler, pads=True):
+        self.scheduler, self.pads = scheduler, pads
+        self.kv = {name: {} for name in scheduler.pools}
+        self.snapshots, self.seen = {}, Counter()
+
+    def start(self, plan):
+        """The states of admitted requests come from snapshots of their own first tokens."""
+        for request in plan.admitted:
+            if request.hit_tokens:
+                self.seen["hits"] += 1
+                self.seen["replays"] += request.replay_start > 0
+                if self.scheduler.prefix.snapshots:
+                    assert self.snapshots[request.source] == tuple(request.tokens[: request.num_computed])
+            assert (request.source > 0) == (request.hit_tokens > 0 and self.scheduler.prefix.snapshots is not None)
+
+    def read(self, request, start):
+        for group in self.scheduler.groups:
+            table, window = request.tables[group.name], group.sliding_window
+            low = 0 if window is None else max(request.replay_start, start - window + 1, 0)
+            for position in range(low, start):
+                slot = table[position // self.scheduler.block_size], position % self.scheduler.block_size
+                assert slot[0] > 0, "a null block in view"
+                assert self.kv[group.name][slot] == tuple(request.tokens[: position + 1])
+
+    def write(self, request, start, tokens, end):
+        """Tokens start .. end of `tokens`; rejected drafts are written as well."""
+        window = self.scheduler.prefix.replay_window
+        for group in self.scheduler.groups:
+            for position in range(start, end):
+                replayed = request.replay_start and position < request.replay_start + window
+                if replayed and group.prefix_cacheable and self.pads:
+                    continue
+                block = request.tables[group.name][position // self.scheduler.block_size]
+                pool = self.scheduler.pools[group.name]
+                assert block > 0 and pool._holders[block] == 1, "written by its only holder"
+                assert block not in pool._key_of, "what is published does not change"
+                slot = block, position % self.scheduler.block_size
+                self.kv[group.name][slot] = tuple(tokens[: position + 1])
+
+    def publish(self, request, before, after, tokens, prefilling):
+        """SPEC 3.3: a decode publishes the last edge it crossed, a prefill one that it ends on; the rest is junk."""
+        size = self.scheduler.prefix.state_block_size
+        edge = after // size * size
+        due = edge == after if prefilling else edge > before
+        for at, snapshot in request.snapshots.items():
+            assert at > request.hit_tokens
+            self.snapshots[snapshot] = tuple(tokens[:at]) if due and at == edge else "junk"
+
+
+def forward(world, rng, request, start, count, drafts, prefilling):
+    """One row of a step. Returns accepted drafts."""
+    world.read(request, start)
+    tokens = request.tokens + drafts
+    world.write(request, start, tokens, start + count)
+    accepted = 0 if prefilling else rng.randint(0, len(drafts))
+    taken = count if prefilling else 1 + accepted
+    world.publish(request, start, start + taken, tokens, prefilling)
+    return taken, drafts[:accepted]
+
+
+@st.composite
+def traces(draw):
+    block, state_block = draw(st.integers(1, 5)), draw(st.integers(1, 6))
+    states = draw(st.booleans())
+    window = draw(st.one_of(st.none(), st.integers(1, 12), st.integers(0, 2).map(lambda n: n * block + 1)))
+    if states and window:
+        window = state_block * draw(st.integers(1, 3))
+    return dict(
+        full=draw(st.booleans()) or not (states or window), window=window, block_size=block, state_block=state_block,
+        snapshots=draw(st.integers(1, 9)) if states else None, num_spec=draw(st.integers(0, 4)), max_model_len=60,
+        chunk_size=draw(st.integers(1, 20)), prefill_budget=draw(st.integers(1, 30)),
+        max_num_seqs=draw(st.integers(2, 4)), prefill_rows=draw(st.integers(1, 3)),
+        blocks=2 + -(-60 // block) + draw(st.integers(0, 20)),
+    ), draw(st.integers(0, 2**32 - 1))
+
+
+def run_trace(sizes, seed, pads=True):
+    rng = random.Random(seed)
+    scheduler = make(**sizes, drafter=Guess(seed))
+    world = World(scheduler, pads)
+    stems = [[rng.randint(0, 2) for _ in range(40)] for _ in range(2)]
+    coming = []
+    for name in range(14):
+        tokens = rng.choice(stems)[: rng.randint(1, 40)] + [rng.randint(3, 9) for _ in range(rng.randint(0, 3))]
+        coming.append(new(str(name), tokens, rng.randint(1, 14), salt=rng.choice(["", "", "", "s"])))
+    requests, steps = list(coming), 0
+    while coming or scheduler.has_work:
+        if coming and (rng.random() < 0.4 or not scheduler.has_work):
+            scheduler.add(coming.pop())
+        if rng.random() < 0.03:
+            scheduler.abort(rng.choice(requests).id)
+        if not scheduler.has_work:
+            continue
+        steps += 1
+        assert steps < 3000
+        plan = scheduler.schedule()
+        world.seen["preempted"] += len(plan.preempted)
+        assert scheduler.running[0] in plan.requests
+        world.start(plan)
+        rows = [(c.request, c.start, c.length, [], True) for c in plan.prefills]
+        rows += [(r, r.num_computed, 1 + len(d), d, False) for r, d in zip(plan.decodes, plan.drafts, strict=True)]
+        fails = rng.random() < 0.05
+        for request, start, count, drafts, prefilling in rows:
+            if fails and rng.random() < 0.5:
+                continue
+            done, taken = forward(world, rng, request, start, count, drafts, prefilling)
+            if fails:
+                continue
+            scheduler.advance(request, done, taken)
+            if request.num_computed < request.num_tokens and prefilling:
+                continue
+            request.output_ids += [*taken, rng.randint(0, 2)]
+            if len(request.output_ids) >= request.params.max_tokens or rng.random() < 0.03:
+                scheduler.finish(request, "stop")
+        if fails:
+            for request in plan.requests:
+                world.snapshots.update(dict.fromkeys(request.snapshots.values(), "junk"))
+            scheduler.recover(plan)
+            world.seen["failed"] += 1
+        for pool in scheduler._all_pools:
+            assert pool.num_used + pool.num_free + pool.num_pending == pool.num_blocks - 1
+        tables = {name: {b for r in scheduler.running for b in r.tables[name] if b} for name in scheduler.pools}
+        for name, pool in scheduler.pools.items():
+            assert set(pool._holders) == tables[name], "held by tables and nobody else"
+        if scheduler.prefix.snapshots:
+            assert scheduler.prefix.snapshots.num_used == 0, "snapshots are held within a step only"
+    assert not any(pool._holders for pool in scheduler._all_pools)
+    world.seen["evicted"] += scheduler.prefix.evictions
+    world.seen["published"] += scheduler.prefix.counts.published_snapshots
+    return world.seen
+
+
+def test_random_traces():
+    """Shared stems, drafts, failures, aborts, preemption, tight pools: every read finds its own tokens' memory."""
+    seen = Counter()
+
+    @settings(max_examples=250, deadline=None, derandomize=True, database=None)
+    @given(traces())
+    def every_trace(trace):
+        seen.update(run_trace(*trace))
+
+    every_trace()
+    assert all(seen[event] > 50 for event in ("hits", "replays", "preempted", "failed", "evicted", "published")), seen
+
+
+def test_without_padding_the_traces_fail():
+    """Negative control: a replay that writes to the shared blocks is caught."""
+    sizes = dict(window=6, block_size=3, max_model_len=60, num_spec=0)
+    assert run_trace(sizes, 1)["replays"]
+    with pytest.raises(AssertionError, match="written by its only holder|what is published"):
+        run_trace(sizes, 1, pads=False)
+
+
+def test_publishing_too_early_fails_the_traces(monkeypatch):
+    """Negative control: a cache that publishes a draft's edge though it was rejected hands out junk."""
+    settle = PrefixCache.settle
+
+    def eager(self, request, before, drafts):
+        for edge in list(request.snapshots):
+            extend_keys(request.prefix_keys, request.tokens + [0] * 9, self.key_step, request.cache_salt)
+            self.snapshots.publish(request.snapshots[edge], self._key(request, edge))
+        settle(self, request, before, drafts)
+
+    monkeypatch.setattr(PrefixCache, "settle", eager)
+    with pytest.raises(AssertionError):
+        for seed in range(20):
+            run_trace(dict(snapshots=9, block_size=2, num_spec=4, max_model_len=60), seed)
