@@ -1,6 +1,7 @@
 """Memory of state-space layers: `ReplayContext` (checkpoint, ring, cursors), `PlainStates` (written each step)."""
 
 from dataclasses import dataclass, fields
+from types import SimpleNamespace
 from typing import Optional
 
 import torch
@@ -11,6 +12,7 @@ from .ops.check import EIGHT_BIT
 
 FAMILIES = ("mamba2", "gdn")
 MODES = ("none", "align")
+RING_NAMES = {"mamba2": ("x", "B", "dt"), "gdn": ("u", "k", "g")}
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,22 @@ class ReplayContext:
         """
         scale = [] if self.state_scale is None else [self.state_scale]
         return [self.state, *scale, *self.rings, self.conv_ring, self.ring_start, self.ring_committed]
+
+    def export_slot(self, slot: int, position: int) -> dict[str, Tensor]:
+        """The logical state of a slot after `position` tokens, position independent; see `ops.ring_export`."""
+        return ops.ring_export(self._ring_pool(), slot, position=position, conv_history=self.spec.conv_width - 1)
+
+    def import_slot(self, slot: int, exported: dict[str, Tensor]) -> None:
+        """Makes a slot's logical state the exported one, which may come from another ring length; see
+        `ops.ring_import`."""
+        ops.ring_import(self._ring_pool(), slot, exported, conv_history=self.spec.conv_width - 1)
+
+    def _ring_pool(self) -> SimpleNamespace:
+        names = RING_NAMES[self.family]
+        return SimpleNamespace(
+            family=self.family, state=self.state, state_scale=self.state_scale, conv_ring=self.conv_ring,
+            rings=dict(zip(names, self.rings, strict=True)), layer_group=self.layer_group, window=self.window,
+            ring_start=self.ring_start[:, : self.num_slots], ring_committed=self.ring_committed[:, : self.num_slots])
 
     def reset_new_slots(self, src_cols: Tensor, dst_cols: Tensor, idx_mapping: Optional[Tensor] = None) -> None:
         """Prepares the slots of admitted or moved requests, per batch row and group; one call, traceable.
