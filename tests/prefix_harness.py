@@ -97,7 +97,8 @@ def poison_free(runner) -> None:
         for cache in caches:
             cache[free] = float("nan")
     snapshots = runner.scheduler.prefix.snapshots
-    kept = set() if snapshots is None else {runner.memory.snapshot_slot(block) for block in snapshots._block_of.values()}
+    published = [] if snapshots is None else snapshots._block_of.values()
+    kept = {runner.memory.snapshot_slot(block) for block in published}
     live = {request.index + 1 for request in runner.scheduler.running}
     for states in runner.memory.states.values():
         for slot in range(1, states.num_slots):

@@ -175,6 +175,17 @@ def test_decoding_publishes_every_edge():
     assert run(scheduler, second)[0][0][0] == 28
 
 
+@pytest.mark.parametrize("window, left", [(None, 2), (8, 4)])
+def test_a_long_output_leaves_others_their_snapshots(window, left):
+    """Of its output's snapshots a request keeps those that its next turn may start from; of its prompt's, all."""
+    scheduler = make(window=window, snapshots=9, block_size=4, blocks=100)
+    run(scheduler, new("a", 41))
+    run(scheduler, long := new("b", [50] * 30, max_tokens=100))
+    assert len(scheduler.prefix.snapshots._block_of) == 1 + left and scheduler.prefix.evictions == 0
+    run(scheduler, new("c", 41), new("d", long.tokens + [1]))
+    assert scheduler.prefix.counts.hits == 2
+
+
 def test_window_needs_whole_state_blocks():
     """A window that is no multiple of the state block is refused at the start, by name."""
     with pytest.raises(ValueError, match="state_block_size: expected a divisor of the attention window 33.*got 16"):

@@ -101,6 +101,17 @@ class BlockPool:
         self._holders[block] = self._holders.get(block, 0) + 1
         return block
 
+    def withdraw(self, key: bytes) -> None:
+        """Forgets what was published under `key`, so that its block is handed out like any other. A block that
+        somebody holds stays published."""
+        block = self._block_of.get(key)
+        if block is None or block in self._holders:
+            return
+        del self._block_of[self._key_of.pop(block)]
+        if block in self._idle:
+            del self._idle[block]
+            self._free.append(block)
+
     def _evict(self) -> int:
         block = next(iter(self._idle))
         del self._idle[block]

@@ -32,7 +32,7 @@ class EngineConfig:
 
     prefix_cache: requests take over what earlier ones with the same first tokens computed, see `prefix_cache`.
     state_block_size: state-space layers can be taken over at multiples of it, None for block_size; must divide the
-    attention window of a model with sliding windows. num_snapshots: states kept for that, None for 4 max_num_seqs.
+    attention window of a model with sliding windows. num_snapshots: states kept for that, None for a few a request.
     """
 
     max_num_seqs: int = 8
@@ -136,7 +136,10 @@ class Engine:
         if not config.replay:
             raise ValueError("prefix_cache is True, expected False with replay=False: only the ring context makes "
                              "snapshots of state-space layers")
-        return config.num_snapshots or 4 * config.max_num_seqs
+        window = model.config.sliding_window if "swa" in model.config.pattern else 0
+        # while it decodes, a request keeps those of its last window and one more
+        each = 4 + window // (config.state_block_size or config.block_size)
+        return config.num_snapshots or each * config.max_num_seqs
 
     @property
     def has_work(self) -> bool:

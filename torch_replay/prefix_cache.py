@@ -105,7 +105,7 @@ class PrefixCache:
 
     def adopt(self, request: Request, hit: Hit) -> None:
         """Notes a hit in the request and takes hold of its snapshot; its blocks the caller shares."""
-        request.hit_tokens = hit.boundary
+        request.hit_tokens, request.output_edges = hit.boundary, []
         request.num_computed = hit.start
         request.replay_start = hit.start if self.replay_window else 0
         if hit.boundary:
@@ -167,7 +167,19 @@ class PrefixCache:
         if edge in request.snapshots:
             published = self.snapshots.publish(request.snapshots[edge], self._key(request, edge))
             self.counts.published_snapshots += published
+            if published and edge > len(request.prompt_ids):
+                request.output_edges.append(edge)
+                self._thin_out(request)
         self.drop(request)
+
+    def _thin_out(self, request: Request) -> None:
+        """Withdraws the snapshots in the request's output that its next turn has no use for: those below the one where
+        that turn would start by now. Else a long output would evict what everybody else left."""
+        start = next(self.boundaries(request.num_computed), 0) - self.replay_window
+        if start in request.output_edges:
+            for edge in [edge for edge in request.output_edges if edge < start]:
+                request.output_edges.remove(edge)
+                self.snapshots.withdraw(self._key(request, edge))
 
     def drop(self, request: Request) -> None:
         """Lets go of all snapshots that the request holds."""

@@ -88,7 +88,8 @@ class Request:
     With a prefix cache: only requests of one cache_salt share prefixes. prefix_keys: names of the first tokens, see
     `prefix_cache`. hit_tokens: H, the boundary up to which the request took over what others computed. replay_start:
     first position that its sliding windows may look at, 0: all. source: snapshot that its state starts from, snapshots:
-    those that this step may publish, by the edge they stand at; both are held for one step only.
+    those that this step may publish, by the edge they stand at; both are held for one step only. output_edges: where it
+    published snapshots beyond its prompt that are still wanted.
 
     Raises TypeError or ValueError for an id or salt that is no text and for prompt ids that are no token ids.
     """
@@ -112,6 +113,7 @@ class Request:
     replay_start: int = 0
     source: int = 0
     snapshots: dict[int, int] = field(default_factory=dict)
+    output_edges: list[int] = field(default_factory=list)
 
     def __post_init__(self):
         if not isinstance(self.id, str):
