@@ -300,9 +300,9 @@ def traces(draw):
     return name, attention, draw(st.integers(0, 2**16)), {
         "block_size": block, "num_spec": tokens - 1, "window": window,
         "ring_len": window + tokens + draw(st.integers(0, 7)), "state_block_size": draw(st.sampled_from(divisors)),
-        "num_snapshots": draw(st.integers(2, 20)), "max_num_seqs": draw(st.integers(2, 3)),
+        "num_snapshots": draw(st.integers(2, 20)), "max_num_seqs": draw(st.integers(2, 4)),
         "chunk_size": draw(st.integers(3, 40)), "prefill_rows": draw(st.integers(1, 3)), "max_model_len": longest + 1,
-        "num_blocks": 2 + -(-longest // block) + draw(st.integers(0, 6)) + tokens,
+        "num_blocks": 1 + -(-longest // block) + draw(st.integers(0, 3)) + (1 if block > 1 else tokens),
     }
 
 
@@ -315,7 +315,7 @@ def run_trace(name, attention, seed, options):
     stem = [rng.randint(1, 30) for _ in range(40)]
     cut = rng.choice([20, 33, 40])
     prompts = [stem[: rng.choice([cut, cut, 40])] + [rng.randint(1, 30) for _ in range(rng.randint(0, 4))]
-               for _ in range(rng.randint(3, 5))]
+               for _ in range(rng.randint(4, 6))]
     counts = [rng.randint(1, 12) for _ in prompts]
     want = [solo(pattern, attention, prompt, 12)[:count] for prompt, count in zip(prompts, counts)]
     watch = Watch(model_of(pattern, attention), **options)
@@ -333,7 +333,7 @@ def run_trace(name, attention, seed, options):
 
     runner.state.prepare_attn = failing
     while waiting or runner.has_work:
-        if waiting and (rng.random() < 0.25 or not runner.has_work):
+        if waiting and (rng.random() < 0.5 or not runner.has_work):
             index = waiting.pop(0)
             params = SamplingParams(max_tokens=counts[index], ignore_eos=True)
             runner.add_request(prompts[index], params, str(index))
