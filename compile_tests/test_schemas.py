@@ -21,6 +21,10 @@ conv_replay(Tensor(a0!) conv_ring, Tensor x, Tensor weight, Tensor? bias, Tensor
 copy_slots(Tensor(a0!) pool, Tensor src_slots, Tensor dst_slots, Tensor layer_group, Tensor active_rows) -> ()
 gather_block_tables(Tensor(a0!) block_tables, Tensor request_tables, Tensor idx_mapping, Tensor num_reqs) ->
     ()
+gather_replay_rows(Tensor(a0!) rows, Tensor(a1!) kept_query_start_loc, Tensor(a2!) kept_positions, Tensor(a3!)
+    kept_slot_mappings, Tensor(a4!) kept_kv_start, Tensor query_start_loc, Tensor dropped_before, Tensor
+    seq_lens, Tensor replay_start, Tensor positions, Tensor slot_mappings, Tensor? query_lens=None, *, SymInt
+    window) -> ()
 gdn_materialize(Tensor(a0!) state, Tensor u_ring, Tensor k_ring, Tensor g_ring, Tensor src_slots, Tensor
     dst_slots, Tensor ring_start, Tensor count, Tensor layer_group, Tensor active_rows, Tensor(a10!)?
     state_scale=None, Tensor? seed=None, *, SymInt philox_rounds=0) -> ()

@@ -21,7 +21,8 @@ pytestmark = on_device
 
 TRUTHS = {"gather_block_tables": truth_ring, "ring_reset": truth_ring, "ring_commit": truth_ring,
           "compact_active": truth_ring, "conv_replay": truth_conv, "prepare_positions": truth_tokens,
-          "compute_slot_mappings": truth_tokens, "pad_replayed_slots": truth_tokens, "write_kv": truth_tokens}
+          "compute_slot_mappings": truth_tokens, "pad_replayed_slots": truth_tokens, "gather_replay_rows": truth_tokens,
+          "write_kv": truth_tokens}
 SAMPLES = [s for s in ring_samples.SAMPLES + conv_samples.SAMPLES + token_samples.SAMPLES if s.op != "copy_slots"]
 COPIES = [s for s in conv_samples.SAMPLES if s.op == "copy_slots"]
 

@@ -180,6 +180,77 @@ def pad_replayed_slots(
     shapes("positions", positions, "tokens", INDEX)
 
 
+def _gather_values(rows, kept_query_start_loc, kept_positions, kept_slot_mappings, kept_kv_start, query_start_loc,
+                   dropped_before, seq_lens, replay_start, positions, slot_mappings, query_lens=None, *,
+                   window) -> None:
+    op = "gather_replay_rows"
+    check_layout_values(op, query_start_loc, query_lens, positions.shape[0])
+    kept = (query_start_loc - dropped_before).long()
+    require_range(op, "dropped_before", kept, 0, rows.shape[0])
+    each = kept.diff()
+    if ((each < 0) | (each > naive.real_lengths(query_start_loc, query_lens))).any():
+        fail(op, "dropped_before", dropped_before.tolist(), "values that leave every row 0 to q of its tokens")
+
+
+@register(mutates=("rows", "kept_query_start_loc", "kept_positions", "kept_slot_mappings", "kept_kv_start"),
+          cpu=naive.gather_replay_rows, cuda="torch_replay.ops.tokens.kernels", check_values=_gather_values)
+def gather_replay_rows(
+    rows: Tensor,
+    kept_query_start_loc: Tensor,
+    kept_positions: Tensor,
+    kept_slot_mappings: Tensor,
+    kept_kv_start: Tensor,
+    query_start_loc: Tensor,
+    dropped_before: Tensor,
+    seq_lens: Tensor,
+    replay_start: Tensor,
+    positions: Tensor,
+    slot_mappings: Tensor,
+    query_lens: Optional[Tensor] = None,
+    *,
+    window: int,
+) -> None:
+    """The last tokens of each row, packed one row after the other: the sub-batch that decoder-side replay runs on.
+
+    Row r keeps tokens `query_start_loc[r] - dropped_before[r]` up to `query_start_loc[r + 1] - dropped_before[r + 1]`
+    of the sub-batch; they are its last real ones. Only their number comes from the host, so that a row whose length the
+    device alone knows keeps its end.
+
+    Args:
+        rows: [n] int64. Mutated: the token that each kept one is.
+        kept_query_start_loc: [B + 1] int32. Mutated: all of it, `query_start_loc - dropped_before`.
+        kept_positions: [n] int64, kept_slot_mappings: [G, n] int64. Mutated: those of the kept tokens.
+        kept_kv_start: [B] int32. Mutated: all of it, the first position that a row's windows may look at: replay_start,
+            and not below `seq_len - window` if tokens were dropped, for then nothing has been written there.
+        query_start_loc: [B + 1]. query_lens: [B] or None. See the head of this file.
+        dropped_before: [B + 1], tokens (filler of the uniform layout included) that the rows before r lose.
+        seq_lens: [B]. replay_start: [B], 0: the row replays nothing. positions: [tokens]. slot_mappings: [G, tokens].
+        window: most tokens that a row keeps when it loses some.
+
+    Entries of rows, kept_positions and kept_slot_mappings past the kept tokens are left as they are.
+
+    Raises:
+        ValueError: shapes, dtypes, a window below 1; on a CPU also a bad layout, and rows that would keep less than 0
+            or more than q tokens, or more than n in all.
+    """
+    shapes = Shapes("gather_replay_rows")
+    require(window >= 1, shapes.op, "window", window, "1 or more")
+    shapes("rows", rows, "n", I64)
+    shapes("kept_positions", kept_positions, "n", I64)
+    shapes("kept_slot_mappings", kept_slot_mappings, "G n", I64)
+    shapes("kept_kv_start", kept_kv_start, "B", I32)
+    check_layout(shapes, query_start_loc, query_lens)
+    for name, value, dtypes in (("kept_query_start_loc", kept_query_start_loc, I32),
+                                ("dropped_before", dropped_before, INDEX)):
+        shapes(name, value, "B+1", dtypes)
+        require(value.shape[0] == shapes.B + 1, shapes.op, name, f"of shape {tuple(value.shape)}",
+                f"[B+1] with B = {shapes.B}")
+    shapes("seq_lens", seq_lens, "B", INDEX)
+    shapes("replay_start", replay_start, "B", INDEX)
+    shapes("positions", positions, "tokens", INDEX)
+    shapes("slot_mappings", slot_mappings, "G tokens", I64)
+
+
 def _write_values(cache, k, v, slot_mapping) -> None:
     check_cache_slots("write_kv", "slot_mapping", slot_mapping, cache)
     require_distinct_slots("write_kv", "slot_mapping", slot_mapping)
