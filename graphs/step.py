@@ -8,6 +8,7 @@ serves every step; the Python around it only schedules.
 import itertools
 import types
 from dataclasses import dataclass
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -101,17 +102,18 @@ class DecodeStep:
 
 
 @torch.no_grad()
-def prefill(model: HybridModel, state: DefaultModelState, rows: list[tuple[int, list[int]]]) -> list[int]:
+def prefill(model: HybridModel, state: DefaultModelState, rows: list[tuple[int, list[int]]],
+            following: Optional[list[list[int]]] = None) -> tuple[list[int], list[list[float]]]:
     """Prefills one chunk a row, `rows` of (request index, token ids), and commits it.
 
     `requests.num_computed` holds each chunk's first position. A state that continues a snapshot is copied from it
-    first. Returns the token sampled after each row's last one.
+    first. following: for each row, the prompt tokens that follow its first tokens and whose log probability is wanted.
+    Returns the token sampled after each row's last one, and those log probabilities.
     """
     memory, device = state.memory, state.memory.device
     longest = max(len(tokens) for _, tokens in rows)
     inputs = InputBatch.empty(len(rows), longest, device)
-    inputs.is_prefilling = torch.ones(len(rows), dtype=torch.bool, device=device)
-    inputs.fill(rows)
+    inputs.fill(rows, [True] * len(rows))
     batch = state.prepare_inputs(inputs)
     state.prepare_attn(batch, inputs)
     for states in memory.states.values():
@@ -123,8 +125,15 @@ def prefill(model: HybridModel, state: DefaultModelState, rows: list[tuple[int, 
     logits = model.logits(hidden[row, last]).float()
     positions = batch.positions.view(len(rows), longest)[row, last]
     samples = sample(state.requests, logits[:, None], positions[:, None], inputs.idx_mapping)
+    logprobs = [prompt_logprobs(model, hidden[row], wanted) for row, wanted in enumerate(following or [])]
     commit(state, inputs, inputs.query_lens, inputs.is_prefilling)
-    return samples[:, 0].tolist()
+    return samples[:, 0].tolist(), [values.tolist() for values in logprobs]
+
+
+def prompt_logprobs(model: HybridModel, hidden: Tensor, following: list[int]) -> Tensor:
+    """log p(following[i] | tokens 0 .. i), float32 [n], from the residual stream [T, hidden] of those tokens."""
+    target = torch.tensor(following, dtype=torch.int64, device=hidden.device)
+    return model.logits(hidden[: len(following)]).float().log_softmax(-1).gather(1, target[:, None])[:, 0]
 
 
 def sample(requests: RequestState, logits: Tensor, positions: Tensor, idx_mapping: Tensor) -> Tensor:

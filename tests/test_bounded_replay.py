@@ -67,8 +67,7 @@ def model_state(pattern=("full", "swa"), window=4, requests=6, block=4):
 def batch_of(state, rows, prefilling, computed):
     """An input batch of (request index, tokens) and the requests' lengths before it."""
     inputs = InputBatch.empty(len(rows), max(tokens for _, tokens in rows), "cpu")
-    inputs.fill([(index, [1] * tokens) for index, tokens in rows])
-    inputs.is_prefilling = torch.tensor(prefilling)
+    inputs.fill([(index, [1] * tokens) for index, tokens in rows], prefilling)
     for (index, _), length in zip(rows, computed):
         state.requests.num_computed[index] = length
     return inputs

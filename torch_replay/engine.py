@@ -33,6 +33,8 @@ class EngineConfig:
     prefix_cache: requests take over what earlier ones with the same first tokens computed, see `prefix_cache`.
     state_block_size: state-space layers can be taken over at multiples of it, None for block_size; must divide the
     attention window of a model with sliding windows. num_snapshots: states kept for that, None for a few a request.
+
+    exact_decoder_replay: a model with `decoder_replay_layers` prefills as many tokens there as make no difference.
     """
 
     max_num_seqs: int = 8
@@ -50,6 +52,7 @@ class EngineConfig:
     prefix_cache: bool = False
     state_block_size: Optional[int] = None
     num_snapshots: Optional[int] = None
+    exact_decoder_replay: bool = False
     dtype: torch.dtype = torch.float32
     state_dtype: torch.dtype = torch.float32
 
@@ -79,6 +82,7 @@ class RequestOutput:
     text: str
     new_text: str
     finish_reason: Optional[str]
+    prompt_logprobs: Optional[list[Optional[float]]] = None  # if asked for: by prompt token, None for the first
 
 
 class Engine:
@@ -119,8 +123,11 @@ class Engine:
             config.ring_len, config.replay, num_snapshots or 0, state_block_size, length, config.state_dtype,
             config.dtype), model.embedding.weight.device)
         requests = RequestState(self.memory, length)
-        self.state = (ReplayModelState(self.memory, requests, groups) if config.prefix_cache
-                      else DefaultModelState(self.memory, requests))
+        tail_windows = model.config.decoder_replay_windows
+        if config.prefix_cache or tail_windows:
+            self.state = ReplayModelState(self.memory, requests, groups, tail_windows, config.exact_decoder_replay)
+        else:
+            self.state = DefaultModelState(self.memory, requests)
         self.decode = DecodeStep(model, self.state, config.max_num_seqs, tokens, config.compiled)
         self.stats = Stats(self.memory, self.scheduler.prefix)
         self.compile_counts = CompileCounts()
@@ -246,10 +253,13 @@ class Engine:
         begin = time.perf_counter()
         chunks = [(chunk.request.index, chunk.request.tokens[chunk.start : chunk.start + chunk.length])
                   for chunk in plan.prefills]
-        samples = prefill(self.model, self.state, chunks)
+        following = [chunk.request.prompt_ids[chunk.start + 1 : chunk.start + 1 + chunk.length]
+                     if chunk.request.params.prompt_logprobs else [] for chunk in plan.prefills]
+        samples, logprobs = prefill(self.model, self.state, chunks, following)
         names = [chunk.request.id for chunk in plan.prefills]
         self.stats.record_prefill(names, sum(len(ids) for _, ids in chunks), time.perf_counter() - begin)
-        for chunk, token in zip(plan.prefills, samples, strict=True):
+        for chunk, token, values in zip(plan.prefills, samples, logprobs, strict=True):
+            chunk.request.prompt_logprobs += values
             self.scheduler.advance(chunk.request, chunk.length)
             self._commit(chunk.request, [token] if chunk.last else [], outputs, failures)
 
@@ -301,7 +311,8 @@ class Engine:
             if reason:
                 break
         new_text = text.flush() if reason else text.take()
-        output = RequestOutput(request.id, list(request.output_ids), text.text, new_text, reason)
+        logprobs = [None, *request.prompt_logprobs] if params.prompt_logprobs else None
+        output = RequestOutput(request.id, list(request.output_ids), text.text, new_text, reason, logprobs)
         if on_output is not None:
             try:
                 on_output(output)

@@ -5,7 +5,8 @@ An engine calls, in turn, `add_request` for a request that gets an index, `updat
 last two read is on the device, so that they trace into the compiled step.
 """
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Optional
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from . import ops
 from .memory import ModelMemory
-from .models.cached import AttnMetadata, Batch
+from .models.cached import AttnMetadata, Batch, TailBatch
 from .replay_context import ReplayContext
 from .request import Request
 
@@ -31,6 +32,7 @@ class InputBatch:
     idx_mapping: Tensor  # [B] int32, request of each row, -1 for empty rows
     num_reqs: Tensor  # [1] int32, leading rows in use
     is_prefilling: Optional[Tensor] = None  # [B] bool; None: no row is
+    rows: list[tuple[int, int, bool]] = field(default_factory=list)  # host: request, tokens, prefilling; those in use
 
     @classmethod
     def empty(cls, rows: int, tokens: int, device) -> "InputBatch":
@@ -40,9 +42,17 @@ class InputBatch:
                    torch.full((rows,), -1, dtype=torch.int32, device=device),
                    torch.zeros(1, dtype=torch.int32, device=device))
 
-    def fill(self, rows: list[tuple[int, list[int]]]) -> None:
-        """Overwrites the batch with `rows` of (request index, token ids); what they leave is empty."""
+    def fill(self, rows: list[tuple[int, list[int]]], prefilling: Optional[list[bool]] = None) -> None:
+        """Overwrites the batch with `rows` of (request index, token ids); what they leave is empty.
+
+        prefilling: which of them prefill, None: none."""
         count = len(rows)
+        flags = [False] * count if prefilling is None else prefilling
+        self.rows = [(index, len(tokens), flag) for (index, tokens), flag in zip(rows, flags, strict=True)]
+        self.is_prefilling = None
+        if prefilling is not None:
+            padded = flags + [False] * (len(self.query_lens) - count)
+            self.is_prefilling = torch.tensor(padded, device=self.query_lens.device)
         self.query_lens.zero_()
         self.idx_mapping.fill_(-1)
         self.num_reqs.fill_(count)
@@ -180,8 +190,11 @@ class DefaultModelState:
 
     def prepare_attn(self, batch: Batch, inputs: InputBatch) -> None:
         """Fills `batch.attn`: block tables, slot mappings, then each kind's metadata by its builder."""
-        if not self.memory.kv:
-            return
+        if self.memory.kv:
+            self._build(batch, *self._slots(batch, inputs))
+
+    def _slots(self, batch: Batch, inputs: InputBatch) -> tuple[Tensor, Tensor]:
+        """Block tables [kinds, B, C] and slot mappings [kinds, tokens] of a step."""
         kinds, rows, device = len(self.memory.kv), inputs.idx_mapping.shape[0], batch.positions.device
         state = self.requests
         tables = torch.empty(kinds, rows, state.kv_tables.shape[2], dtype=torch.int32, device=device)
@@ -189,37 +202,53 @@ class DefaultModelState:
         mappings = torch.empty(kinds, batch.positions.shape[0], dtype=torch.int64, device=device)
         ops.compute_slot_mappings(mappings, tables, batch.query_start_loc, batch.positions, state.block_sizes,
                                   inputs.query_lens)
-        extra = self._replay(batch, inputs, mappings)
+        return tables, mappings
+
+    def _build(self, batch: Batch, tables: Tensor, mappings: Tensor,
+               extra: Optional[ReplayAttnMetadata] = None) -> None:
         for group, (kind, builder) in enumerate(self.builders.items()):
             arguments = extra.extra_args(builder) if extra is not None else {}
             batch.attn[kind] = builder.build(batch, tables[group], mappings[group], **arguments)
 
-    def _replay(self, batch: Batch, inputs: InputBatch, mappings: Tensor) -> Optional[ReplayAttnMetadata]:
-        return None
-
 
 class ReplayModelState(DefaultModelState):
-    """Also replays the window before a prefix hit: those tokens are computed again, and written to no shared block.
+    """Also replays the window before a prefix hit, and runs the model's tail on the last tokens of prompts alone.
 
-    groups: the scheduler's KV groups, in the order of `memory.kv`. `replay_start` [max_reqs] int32 by request, 0: no
-    replay.
+    Encoder side: tokens before a hit are computed again, and written to no shared block. Decoder side: in the last
+    `decoder_replay_layers` sublayers a prefilling row keeps its last tokens, as many as the attention window; with
+    `exact` as many as give what all of them would, `window + (n - 1) (window - 1)` for n window layers. A row whose
+    every output is read (prompt logprobs) keeps all, and so does a decoding row. Nothing of a step outlives it.
+
+    groups: the scheduler's KV groups, in the order of `memory.kv`. tail_windows: n, sliding-window layers in the
+    model's tail, 0: no decoder-side replay. By request: `replay_start` [max_reqs] int32, 0: no replay, and on the
+    host `keeps_rows`.
     """
 
-    def __init__(self, memory: ModelMemory, requests: "RequestState", groups: list["KVGroup"]):
+    def __init__(self, memory: ModelMemory, requests: "RequestState", groups: list["KVGroup"], tail_windows: int = 0,
+                 exact: bool = False):
         super().__init__(memory, requests)
-        device = memory.device
         self.replay_window = max((group.prefix_replay_tokens for group in groups), default=0)
         cacheable = [i for i, group in enumerate(groups) if group.prefix_cacheable]
-        self.cacheable_groups = torch.tensor(cacheable, dtype=torch.int32, device=device)
+        self.cacheable_groups = torch.tensor(cacheable, dtype=torch.int32, device=memory.device)
         self.replay_start = torch.zeros_like(requests.num_computed)
+        self.keeps_rows = [False] * len(requests.num_computed)
+        window = memory.attention_window
+        self.tail_windows = tail_windows
+        self.kept_tokens = window + (tail_windows - 1) * (window - 1) if exact else window
+
+    def initialize_kv_cache(self, memory: ModelMemory) -> None:
+        super().initialize_kv_cache(memory)
+        self.tail_builder = SlidingWindowBuilder(memory)  # of its own, for a builder may keep what it built
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
         self.replay_start[request.index] = request.replay_start
+        self.keeps_rows[request.index] = request.params.prompt_logprobs
 
     def remove_request(self, index: int) -> None:
         super().remove_request(index)
         self.replay_start[index] = 0
+        self.keeps_rows[index] = False
 
     def replay_starts(self, inputs: InputBatch) -> Tensor:
         """replay_start by row, [B] int32: of prefilling rows alone. A decoding row is past its replay, and a row of
@@ -227,10 +256,34 @@ class ReplayModelState(DefaultModelState):
         replays = inputs.is_prefilling & (inputs.idx_mapping >= 0)
         return torch.where(replays, self.replay_start[inputs.idx_mapping.clamp(min=0).long()], 0)
 
-    def _replay(self, batch: Batch, inputs: InputBatch, mappings: Tensor) -> Optional[ReplayAttnMetadata]:
-        if inputs.is_prefilling is None or not self.replay_window:
-            return None
+    def prepare_attn(self, batch: Batch, inputs: InputBatch) -> None:
+        """As the base class; prefilling rows get their replay and, if one drops tokens, the step gets `batch.tail`."""
+        if inputs.is_prefilling is None or not self.memory.kv:
+            super().prepare_attn(batch, inputs)
+            return
+        tables, mappings = self._slots(batch, inputs)
         starts = self.replay_starts(inputs)
-        ops.pad_replayed_slots(mappings, self.cacheable_groups, batch.query_start_loc, batch.positions, starts,
-                               inputs.query_lens, window=self.replay_window)
-        return ReplayAttnMetadata(starts)
+        if self.replay_window:
+            ops.pad_replayed_slots(mappings, self.cacheable_groups, batch.query_start_loc, batch.positions, starts,
+                                   inputs.query_lens, window=self.replay_window)
+        self._build(batch, tables, mappings, ReplayAttnMetadata(starts))
+        kept = [min(count, self.kept_tokens) if prefilling and not self.keeps_rows[index] else count
+                for index, count, prefilling in inputs.rows]
+        if self.tail_windows and kept != [count for _, count, _ in inputs.rows]:
+            batch.tail = self._tail(batch, inputs, kept, tables, mappings, starts)
+
+    def _tail(self, batch: Batch, inputs: InputBatch, kept: list[int], tables, mappings, starts) -> TailBatch:
+        """The sub-batch of the last `kept` tokens of each row, with metadata of its own."""
+        (padded, tokens), device = inputs.input_ids.shape, batch.positions.device
+        ends = list(itertools.accumulate(kept + [0] * (padded - len(kept)), initial=0))
+        dropped = torch.tensor([row * tokens - end for row, end in enumerate(ends)], dtype=torch.int32, device=device)
+        group = list(self.memory.kv).index("swa")
+        rows, positions = torch.empty(2, ends[-1], dtype=torch.int64, device=device).unbind()
+        slots = torch.empty(1, ends[-1], dtype=torch.int64, device=device)
+        query_start_loc, lowest = torch.empty_like(batch.query_start_loc), torch.empty_like(starts)
+        ops.gather_replay_rows(
+            rows, query_start_loc, positions, slots, lowest, batch.query_start_loc, dropped, batch.seq_lens, starts,
+            batch.positions, mappings[group : group + 1], inputs.query_lens, window=self.kept_tokens)
+        tail = Batch(positions, batch.first, batch.seq_lens, query_start_loc, None, {}, {}, {})
+        tail.attn["swa"] = self.tail_builder.build(tail, tables[group], slots[0], replay_start=lowest)
+        return TailBatch(rows, tail)

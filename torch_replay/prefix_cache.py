@@ -75,6 +75,8 @@ class PrefixCache:
 
     def lookup(self, request: Request) -> Hit:
         """The longest boundary that the request can take over; it leaves at least one token to compute."""
+        if request.params.prompt_logprobs:
+            return Hit()
         tokens = request.tokens
         extend_keys(request.prefix_keys, tokens, self.key_step, request.cache_salt)
         limit = len(tokens) - 1

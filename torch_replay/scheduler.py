@@ -312,6 +312,7 @@ class Scheduler:
     def _requeue(self, request: Request) -> None:
         self._release(request)
         request.num_computed = request.replay_start = request.hit_tokens = 0
+        request.prompt_logprobs.clear()
         request.prefix_keys.clear()  # the failed step may have named tokens that the request never got
         insort(self.waiting, request, key=lambda other: other.arrival)
 

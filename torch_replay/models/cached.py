@@ -38,16 +38,37 @@ class Batch:
     state_slots: dict[str, Tensor]  # by family, [B] int32, likewise
     token_slots: dict[str, Optional[Tensor]]  # by family, [B, T] or None
     attn: dict[str, AttnMetadata] = field(default_factory=dict)  # by KV kind
+    tail: Optional["TailBatch"] = None  # decoder-side replay, in steps that drop tokens
+
+
+@dataclass
+class TailBatch:
+    """The tokens that the last `decoder_replay_layers` sublayers run on."""
+
+    rows: Tensor  # [kept] int64, which tokens of the whole batch
+    batch: Batch  # of the kept tokens, one row after the other; has metadata for sliding windows alone
 
 
 def forward_hidden(model, memory, input_ids: Tensor, batch: Batch, prefill: bool) -> Tensor:
     """ids [B, T] -> residual stream [B, T, hidden] after the last sublayer; caches and rings are written.
 
+    Tokens that decoder-side replay dropped come out as zero, and the caches of its layers do not get them.
     Cursors are not: the caller commits them once it knows what was accepted.
     """
     rope = rope_rows(model.rope, batch.positions.view(input_ids.shape))
     x = model.embedding(input_ids)
-    for layer, place in zip(model.layers, memory.place):
+    layers = list(zip(model.layers, memory.place))
+    if batch.tail is None:
+        return _run_layers(layers, memory, x, rope, batch, prefill)
+    cut = len(layers) - model.config.decoder_replay_layers
+    x, tail = _run_layers(layers[:cut], memory, x, rope, batch, prefill), batch.tail
+    kept, rope = x.flatten(0, 1)[tail.rows][None], rope_rows(model.rope, tail.batch.positions[None])
+    kept = _run_layers(layers[cut:], memory, kept, rope, tail.batch, prefill)
+    return torch.zeros_like(x).flatten(0, 1).index_copy(0, tail.rows, kept[0]).view_as(x)
+
+
+def _run_layers(layers, memory, x, rope, batch, prefill) -> Tensor:
+    for layer, place in layers:
         h = layer.norm(x)
         if layer.kind == "mlp":
             y = layer.mixer(h)
