@@ -1,4 +1,4 @@
-"""Decoder-side replay: the rows that a prompt keeps in the model's tail, what that changes, prompt log probabilities."""
+"""Decoder-side replay: the rows that a prompt keeps in the tail, what that changes, and prompt log probabilities."""
 
 from dataclasses import replace
 
