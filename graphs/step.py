@@ -8,7 +8,6 @@ serves every step; the Python around it only schedules.
 import itertools
 import types
 from dataclasses import dataclass
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -103,7 +102,7 @@ class DecodeStep:
 
 @torch.no_grad()
 def prefill(model: HybridModel, state: DefaultModelState, rows: list[tuple[int, list[int]]],
-            following: Optional[list[list[int]]] = None) -> tuple[list[int], list[list[float]]]:
+            following: list[list[int]]) -> tuple[list[int], list[list[float]]]:
     """Prefills one chunk a row, `rows` of (request index, token ids), and commits it.
 
     `requests.num_computed` holds each chunk's first position. A state that continues a snapshot is copied from it
@@ -125,9 +124,9 @@ def prefill(model: HybridModel, state: DefaultModelState, rows: list[tuple[int, 
     logits = model.logits(hidden[row, last]).float()
     positions = batch.positions.view(len(rows), longest)[row, last]
     samples = sample(state.requests, logits[:, None], positions[:, None], inputs.idx_mapping)
-    logprobs = [prompt_logprobs(model, hidden[row], wanted) for row, wanted in enumerate(following or [])]
+    logprobs = {row: prompt_logprobs(model, hidden[row], wanted) for row, wanted in enumerate(following) if wanted}
     commit(state, inputs, inputs.query_lens, inputs.is_prefilling)
-    return samples[:, 0].tolist(), [values.tolist() for values in logprobs]
+    return samples[:, 0].tolist(), [logprobs[row].tolist() if row in logprobs else [] for row in range(len(rows))]
 
 
 def prompt_logprobs(model: HybridModel, hidden: Tensor, following: list[int]) -> Tensor:

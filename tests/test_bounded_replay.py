@@ -215,6 +215,19 @@ def test_replay_is_bounded(pattern):
     assert wide.counts.hits == 0
 
 
+def test_salted_requests_share_nothing():
+    """The engine hands the salt through: the same prompt hits under its own salt alone."""
+    runner = engine(model_of(EXACT["attention_alone"], 8), prefix_cache=True, block_size=4)
+    for salt, hits in (("a", 0), ("b", 0), ("", 0), ("a", 1)):
+        runner.add_request(prompts_of()[0], SamplingParams(max_tokens=1), cache_salt=salt)
+        while runner.has_work:
+            runner.step()
+        assert runner.stats.as_dict()["prefix_hits"] == hits
+    with pytest.raises(TypeError, match="cache_salt: expected a string, got 3"):
+        runner.add_request([1], cache_salt=3)
+    assert not runner.has_work
+
+
 def warm_logits(pattern, window, block):
     """Logits of the first token after a cold prompt and after a hit on it."""
     runner = engine(model_of(pattern, window), prefix_cache=True, block_size=block, num_snapshots=30)

@@ -279,6 +279,8 @@ class Scheduler:
     def _admit(self, request: Request) -> bool:
         """Gives a request an index and its blocks in the full groups, if those and a reserve in the window groups, for
         all its present tokens and one more, are there. What a prefix hit covers is shared, or will be replayed."""
+        if not self.indices.num_free:
+            return False
         hit, keys = Hit(), []
         if self.prefix is not None:
             hit = self.prefix.lookup(request)
@@ -291,8 +293,6 @@ class Scheduler:
                 need -= sum(self.pools[group.name].holds(key) for key in keys)
             if self._room(group.name) < need:
                 return False
-        if not self.indices.num_free:
-            return False
         request.index = self.indices.allocate(1)[0] - 1
         for group in self.full_groups:
             request.tables[group.name] = [self.pools[group.name].share(key) for key in keys]
