@@ -56,7 +56,7 @@ def test_extreme_exponents():
 
 
 def test_lookback_golden():
-    """Newest first, -1 before the start; rows at or behind num_reqs and empty padded ones are -1 though they held ids."""
+    """Newest first, -1 before the start; rows behind num_reqs and empty padded ones are -1 though they held ids."""
     token_ids = torch.zeros(4, 8, dtype=torch.int32)
     token_ids[2], token_ids[1] = torch.arange(11, 19), torch.arange(21, 29)
     lookback = torch.full((5, 3), 99, dtype=torch.int32)
@@ -68,9 +68,12 @@ def test_lookback_golden():
 
 
 GOLDEN = {
-    1: {0: [15973665, 119375926, 133627205, 269774027, 369561413], 2: [379248, 114357284, 141971515, 262166777, 372299915],
-        4: [4962484, 114100166, 131961394, 267755225, 378482165], 5: [10635489, 123477372, 132966618, 268236513, 369370666]},
-    14: {4: [4611249, 117783754, 136036074, 269634794, 372025762], 5: [11305274, 123883017, 130128479, 266601802, 368898107]},
+    1: {0: [15973665, 119375926, 133627205, 269774027, 369561413],
+        2: [379248, 114357284, 141971515, 262166777, 372299915],
+        4: [4962484, 114100166, 131961394, 267755225, 378482165],
+        5: [10635489, 123477372, 132966618, 268236513, 369370666]},
+    14: {4: [4611249, 117783754, 136036074, 269634794, 372025762],
+         5: [11305274, 123883017, 130128479, 266601802, 368898107]},
 }
 GOLDEN_IDS = [5, 17, 99091, -1, 42, 7]  # compressed; -1 is a masked id
 
@@ -152,7 +155,7 @@ def test_offsets_are_64_bit():
 
 
 def distant_rows(dtype):
-    """[2, 4] whose rows lie 2^31 elements apart. The system gives memory by the page, so what lies between costs none."""
+    """[2, 4] whose rows lie 2^31 elements apart; memory comes by the page, so what lies between costs none."""
     rows = torch.empty(2**31 + 4, dtype=dtype).as_strided((2, 4), (2**31, 1))
     rows.copy_(torch.tensor([[-1, -2, -3, -4], [1, 2, 3, 4]]))
     return rows

@@ -37,8 +37,8 @@ def one(rng, low, high):
 def random_lookback(rng):
     rows = one(rng, 1, 70)
     return engram_samples.histories(
-        rng, rows=rows, tokens=one(rng, 1, 6), longest=one(rng, 1, 12), depth=one(rng, 1, 6), uniform=one(rng, 0, 2) > 0,
-        num_reqs=one(rng, 0, rows + 1), spare=one(rng, 0, 40), tail=one(rng, 0, 4), empty=(one(rng, 0, rows),))
+        rng, rows=rows, tokens=one(rng, 1, 6), longest=one(rng, 1, 12), depth=one(rng, 1, 6),
+        uniform=one(rng, 0, 2) > 0, num_reqs=one(rng, 0, rows + 1), spare=one(rng, 0, 40), tail=one(rng, 0, 4), empty=(one(rng, 0, rows),))
 
 
 def random_hash(rng):
@@ -55,7 +55,8 @@ def random_lookup(rng):
         dim=32 * one(rng, 1, 5) if coarse else one(rng, 1, 90), packed=coarse and one(rng, 0, 2) > 0)
 
 
-RANDOM = {"engram_lookback": (random_lookback, 30), "ngram_hash": (random_hash, 12), "engram_lookup": (random_lookup, 12)}
+RANDOM = {"engram_lookback": (random_lookback, 30), "ngram_hash": (random_hash, 12),
+          "engram_lookup": (random_lookup, 12)}
 
 
 @pytest.mark.parametrize("op", RANDOM)

@@ -3,10 +3,10 @@
 import triton
 import triton.language as tl
 
-from ..triton_rounding import as_stored, decode_e4m3
 from ..check import fail
 from ..ring.kernels import jit_once
 from ..tokens.kernels import _find_rows, _layout
+from ..triton_rounding import as_stored, decode_e4m3
 
 TOKENS = 64  # tokens a program of the hash
 VALUES = 4096  # table values a program of the lookup
@@ -110,7 +110,7 @@ def _look_up_rows_kernel(
     p_out, p_table, table_row, table_value, p_scales, scales_row, scales_group, p_rows, rows_token, rows_column, count,
     columns, table_rows, dim, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    """Lookups are numbered token by token; `out` is dense. The table's strides stay specialised, so that reads are wide."""
+    """Lookups are numbered token by token; `out` is dense. Strides of the table stay specialised, for wide reads."""
     i = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     inside = i < count
     token = i // columns

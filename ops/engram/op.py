@@ -106,8 +106,8 @@ def ngram_hash(
     For shift s = 0..n-1 the id at `position - s` is taken through `token_map`. It is *blocked* if it lies before the
     sequence, is not in the lookback, is no index of token_map, or maps to a negative value (a masked id); once an id is
     blocked all deeper ones are. `rolling ^= v * multipliers[l, s]` with v the mapped id, or pad_id when blocked. From
-    s = 1 on, head h gets row `rolling % primes[l, s - 1, h] + offsets[l, s - 1, h]`. The id at `position - s` comes from
-    `ids` within the row's chunk and from `lookback` before it.
+    s = 1 on, head h gets row `rolling % primes[l, s - 1, h] + offsets[l, s - 1, h]`. The id at `position - s` comes
+    from `ids` within the row's chunk and from `lookback` before it.
 
     Args:
         ids: [tokens], positions: [tokens].
