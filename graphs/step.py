@@ -18,6 +18,7 @@ from ..models import HybridModel
 from ..models.cached import Batch, forward_hidden
 from ..replay_context import ReplayContext
 from ..sampling import count_accepted, sample_tokens
+from .engram import TokenHistory, gather_entries
 
 _serial = itertools.count()
 
@@ -26,7 +27,7 @@ class RequestState:
     """Persistent per-request buffers, by request index: lengths, sampling parameters and block tables.
 
     num_computed, top_k: [max_reqs] int32. temperature, top_p: [max_reqs] float32. seeds: [max_reqs] int64.
-    kv_tables: [KV kinds, max_reqs, C] int32. block_sizes: [KV kinds] int32.
+    kv_tables: [KV kinds, max_reqs, C] int32. block_sizes: [KV kinds] int32. history: token ids, with engram layers.
     """
 
     def __init__(self, memory: ModelMemory, max_model_len: int):
@@ -37,6 +38,7 @@ class RequestState:
         columns = -(-max_model_len // memory.config.block_size)
         self.kv_tables = torch.zeros(len(memory.kv), size, columns, dtype=torch.int32, device=device)
         self.block_sizes = torch.full((len(memory.kv),), memory.config.block_size, dtype=torch.int32, device=device)
+        self.history = TokenHistory(size, max_model_len, device) if memory.engram_depth else None
 
 
 @dataclass
@@ -83,6 +85,9 @@ class DecodeStep:
         """
         memory, requests, lens = self.memory, self.requests, self.query_lens
         batch = build_batch(memory, requests, self.idx_mapping, lens, self.num_reqs, self.tokens)
+        if requests.history is not None:
+            batch.engram = gather_entries(self.model.engram, requests.history, self.input_ids, batch, self.idx_mapping,
+                                          self.num_reqs)
         hidden = forward_hidden(self.model, memory, self.input_ids, batch, prefill=False)
         logits = self.model.logits(hidden).float()
         positions = batch.positions.view(self.rows, self.tokens)
@@ -127,6 +132,8 @@ def prefill(model: HybridModel, memory: ModelMemory, requests: RequestState,
     idx_mapping = torch.tensor([index for index, _ in rows], dtype=torch.int32, device=device)
     num_reqs = torch.tensor([len(rows)], dtype=torch.int32, device=device)
     batch = build_batch(memory, requests, idx_mapping, lens, num_reqs, longest)
+    if requests.history is not None:
+        batch.engram = gather_entries(model.engram, requests.history, ids, batch, idx_mapping, num_reqs)
     hidden = forward_hidden(model, memory, ids, batch, prefill=True)
     last = lens.long() - 1
     row = torch.arange(len(rows), device=device)

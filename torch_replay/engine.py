@@ -206,6 +206,9 @@ class Engine:
     def _upload(self, plan: Plan) -> None:
         """Writes the buffers of every request of the plan: its length, parameters and block tables."""
         state = self.requests
+        if state.history is not None:
+            for chunk in plan.prefills:
+                state.history.upload(chunk.request.index, chunk.request.tokens, chunk.start, self.memory.engram_depth)
         for request in [chunk.request for chunk in plan.prefills] + plan.decodes:
             index, params = request.index, request.params
             state.num_computed[index] = request.num_computed

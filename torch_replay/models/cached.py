@@ -31,6 +31,7 @@ class Batch:
     slot_mappings: dict[str, Tensor]  # by KV kind, [tokens] int64
     swa_indices: Optional[Tensor] = None  # [tokens, window]
     swa_lens: Optional[Tensor] = None  # [tokens]
+    engram: Optional[list[tuple[Tensor, Tensor]]] = None  # by engram layer, see graphs/engram.py
 
 
 def forward_hidden(model, memory, input_ids: Tensor, batch: Batch, prefill: bool) -> Tensor:
@@ -44,6 +45,8 @@ def forward_hidden(model, memory, input_ids: Tensor, batch: Batch, prefill: bool
         h = layer.norm(x)
         if layer.kind == "mlp":
             y = layer.mixer(h)
+        elif layer.kind == "engram":
+            y = layer.mixer(h, batch.engram[place])
         elif layer.kind in ("swa", "full"):
             y = _attention(layer.mixer, layer.kind, memory.kv[layer.kind][place], h, rope, batch)
         else:
