@@ -1,7 +1,8 @@
 """The n-gram memory of a step: token history on the device, and one hash and one lookup for all engram layers.
 
-Row ids follow from token ids alone, so a step computes them first and issues the lookup before any layer runs: in the
-order of kernels the reads stand ahead of everything that needs them, and no layer waits for another one's rows.
+Row ids follow from token ids alone, so a step needs them once, before any layer, and one launch fetches the rows of all
+layers. A step is one stream, in which the lookup costs its own time wherever Inductor places it; `benchmarks/engram.py`
+measures that time, and what running it beside the layers before would save.
 """
 
 import torch

@@ -38,7 +38,8 @@ def random_lookback(rng):
     rows = one(rng, 1, 70)
     return engram_samples.histories(
         rng, rows=rows, tokens=one(rng, 1, 6), longest=one(rng, 1, 12), depth=one(rng, 1, 6),
-        uniform=one(rng, 0, 2) > 0, num_reqs=one(rng, 0, rows + 1), spare=one(rng, 0, 40), tail=one(rng, 0, 4), empty=(one(rng, 0, rows),))
+        uniform=one(rng, 0, 2) > 0, num_reqs=one(rng, 0, rows + 1), spare=one(rng, 0, 40), tail=one(rng, 0, 4),
+        empty=(one(rng, 0, rows),))
 
 
 def random_hash(rng):

@@ -48,8 +48,9 @@ class NGramHash:
         for name, least in (("max_order", 2), ("heads", 1), ("table_size", 1), ("vocab_size", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected {least} or more")
-        if len(set(self.layer_ids)) != len(self.layer_ids) or any(layer < 0 for layer in self.layer_ids):
-            raise ValueError(f"layer_ids: got {self.layer_ids}, expected distinct numbers of 0 or more")
+        ids = self.layer_ids
+        if not ids or len(set(ids)) != len(ids) or min(ids) < 0:
+            raise ValueError(f"layer_ids: got {ids}, expected one or more distinct numbers of 0 or more")
 
     @property
     def columns(self) -> int:
@@ -66,9 +67,9 @@ class NGramHash:
     def multipliers(self) -> Tensor:
         """int64 [L, n]: odd, and so small that no product with a compressed id reaches 2^63."""
         bound = max(1, (2**63 - 1) // self.vocab_size // 2)
-        drawn = [np.random.default_rng(SEED_STEP * layer).integers(0, bound, size=self.max_order, dtype=np.int64) * 2 + 1
+        drawn = [np.random.default_rng(SEED_STEP * layer).integers(0, bound, size=self.max_order, dtype=np.int64)
                  for layer in self.layer_ids]
-        return torch.from_numpy(np.stack(drawn)) if drawn else torch.empty(0, self.max_order, dtype=torch.int64)
+        return torch.from_numpy(np.stack(drawn) * 2 + 1)
 
     @property
     def layer_rows(self) -> list[int]:

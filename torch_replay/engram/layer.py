@@ -107,7 +107,8 @@ class Engram(nn.Module):
         hidden_size: C. entry_size: columns * D of a token in this layer. branches: parallel residual streams.
     """
 
-    def __init__(self, hidden_size: int, entry_size: int, eps: float = 1e-5, branches: int = 1, device=None, dtype=None):
+    def __init__(self, hidden_size: int, entry_size: int, eps: float = 1e-5, branches: int = 1, device=None,
+                 dtype=None):
         super().__init__()
         self.hidden_size, self.branches, self.eps = hidden_size, branches, eps
         kwargs = {"device": device, "dtype": dtype}

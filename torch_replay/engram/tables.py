@@ -57,8 +57,9 @@ class PinnedTable(DeviceTable):
     """
 
     def __init__(self, weight: Tensor, scales: Optional[Tensor] = None, device="cuda"):
-        self.host = tuple(None if value is None else value.cpu().contiguous().pin_memory() for value in (weight, scales))
-        super().__init__(*(None if value is None else _device_view(value, torch.device(device)) for value in self.host))
+        given = [value for value in (weight, scales) if value is not None]
+        self.host = [value.cpu().contiguous().pin_memory() for value in given]
+        super().__init__(*(_device_view(value, torch.device(device)) for value in self.host))
 
 
 class _Exported:
@@ -97,7 +98,8 @@ class MappedTable(DeviceTable):
         path = Path(path)
         self.path, self.name = path, name
         begin, header = _read_header(path)
-        super().__init__(*(None if key is None else _map_tensor(path, begin, header, key) for key in (name, scales_name)))
+        keys = (name, scales_name)
+        super().__init__(*(None if key is None else _map_tensor(path, begin, header, key) for key in keys))
 
     def lookup(self, rows: Tensor) -> Tensor:
         found = ops.engram_lookup(self.weight, self.scales, rows.cpu())

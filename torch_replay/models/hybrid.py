@@ -182,7 +182,8 @@ def _build_store(config, device, dtype, table_device):
     layers = tuple(index for index, kind in enumerate(config.pattern) if kind == "engram")
     constants = NGramHash(layers, config.engram_order, config.engram_heads, config.engram_table_size,
                           config.engram_vocab_size or config.vocab_size)
-    return EngramStore(constants, config.engram_dim, config.vocab_size, config.eos_token_id, device, dtype, table_device)
+    sizes = config.engram_dim, config.vocab_size, config.eos_token_id
+    return EngramStore(constants, *sizes, device, dtype, table_device)
 
 
 def _existing_folder(folder):
