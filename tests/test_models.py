@@ -13,7 +13,7 @@ import torch
 
 from torch_replay.models import LAYER_KINDS, HybridConfig, HybridModel, load_tokenizer, small_model_dir
 from torch_replay.models import layers as layers_module
-from torch_replay.models.evaluate import forgetting_losses, generate_slow, token_losses
+from torch_replay.models.evaluate import forgetting_losses, generate_slow, shut_engram, token_losses
 from torch_replay.models.layers import causal_conv
 
 sys.path.append(str(Path(__file__).parent))  # importlib mode adds no folder of its own
@@ -38,7 +38,7 @@ def tiny_model(seed=0, **changes):
     model = HybridModel(tiny_config(**changes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(("norm.weight", "conv_bias", "mixer.D", "q_weight", "k_weight")):
+            if name.endswith(("norm.weight", "conv_bias", "mixer.D", "q_weight", "k_weight", "engram.weight")):
                 parameter.add_(0.3 * torch.randn_like(parameter))
     return model.eval()
 
@@ -270,7 +270,7 @@ def small():
 def test_small_model_folder(small):
     """The shipped folder is complete, small, and of one piece."""
     model, tokenizer = small
-    assert (small_model_dir() / "model.safetensors").stat().st_size <= 10_000_000
+    assert (small_model_dir() / "model.safetensors").stat().st_size <= 12_000_000
     assert set(model.config.pattern) >= set(LAYER_KINDS) - {"engram"}
     assert tokenizer.get_vocab_size() == model.config.vocab_size
     assert tokenizer.token_to_id("<|endoftext|>") == model.config.eos_token_id
@@ -327,6 +327,32 @@ def test_small_model_uses_its_state(small):
         ids = torch.tensor(tokenizer.encode(text).ids)
         kept, zeroed = forgetting_losses(model, ids.unfold(0, 136, 7)[:32], 128)
         assert (zeroed - kept)[:, :8].mean() > 0.15
+
+
+def test_small_model_uses_its_engram(small):
+    """Shutting the gate of the engram layer clearly raises the loss of library source and of scripture."""
+    model, tokenizer = small
+    if "engram" not in model.config.pattern:
+        pytest.skip("the shipped model has no engram layer yet")
+    for text in (inspect.getsource(sched), PSALM):
+        ids = torch.tensor([tokenizer.encode(text).ids[:1024]])
+        kept = token_losses(model, ids)
+        with shut_engram(model):
+            assert (token_losses(model, ids) - kept).mean() > 0.05
+        assert torch.equal(token_losses(model, ids), kept)
+
+
+def test_shut_engram():
+    """Without the gate a model is the one that has no engram layer at all."""
+    model = tiny_model(pattern=("mlp", "engram", "gdn"))
+    ids = torch.randint(31, (1, 20))
+    without = HybridModel(tiny_config(pattern=("mlp", "gdn"))).eval()
+    with torch.no_grad():
+        for name, value in without.state_dict().items():
+            value.copy_(model.state_dict()[name.replace("layers.1", "layers.2")])
+        with shut_engram(model):
+            assert torch.equal(model(ids), without(ids))
+        assert not torch.allclose(model(ids), without(ids))
 
 
 def test_generate_slow_is_greedy_and_padded_right(small):

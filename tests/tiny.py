@@ -21,6 +21,8 @@ def tiny_model(seed: int = 0, **sizes) -> HybridModel:
     torch.manual_seed(seed)
     model = HybridModel(tiny_config(**sizes)).eval().requires_grad_(False)
     model.embedding.weight.normal_()
+    if model.engram is not None:
+        model.engram.weight.normal_()
     for layer in model.layers:
         for name, value in layer.mixer.named_parameters():
             if name.endswith("proj.weight"):

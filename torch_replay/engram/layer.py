@@ -17,7 +17,7 @@ class EngramStore(nn.Module):
     """Hash constants, compressed vocabulary and table of all L engram layers of a model, in one table.
 
     Row ids follow from token ids alone, so one hash and one lookup serve all layers of a step. A fresh store maps every
-    token to itself; its table is normal with unit variance.
+    token to itself; its table is normal with deviation 0.02, so that n-grams never seen in training add little.
 
     Args:
         hash_: constants; its vocab_size is the number of compressed ids. dim: D, values of a row. vocab_size: tokens of
@@ -30,7 +30,7 @@ class EngramStore(nn.Module):
         super().__init__()
         self.hash, self.pad_token_id = hash_, pad_token_id
         where = device if table_device is None else table_device
-        self.weight = nn.Parameter(torch.empty(sum(hash_.layer_rows), dim, device=where, dtype=dtype).normal_())
+        self.weight = nn.Parameter(torch.empty(sum(hash_.layer_rows), dim, device=where, dtype=dtype).normal_(std=0.02))
         self.scales: Optional[Tensor] = None
         self.table: Optional[DeviceTable] = None  # where `place` put it; it owns the memory
         self.register_buffer("token_map", torch.arange(vocab_size, dtype=torch.int32, device=device))
