@@ -8,6 +8,7 @@ from tiny import engine, tiny_model
 from torch._inductor.utils import run_and_get_code
 
 from torch_replay import SamplingParams
+from torch_replay.engram import DeviceTable
 from torch_replay.graphs.step import compile_alone
 
 PATTERN = ("mamba2", "gdn", "swa", "full", "mlp", "mamba2")
@@ -89,6 +90,23 @@ def test_engram_compiles_once():
     copies = [line for code in codes for line in code.splitlines()
               if "empty_strided" in line and f"({history.shape[0]}, {history.shape[1]})" in line]
     assert codes and not copies
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert [output.token_ids for output in runner.generate(prompts, params)] == want
+    assert runner.compile_counts.as_dict() == {"graphs": 1, "graph_breaks": 0, "recompiles": 0}
+
+
+def test_prefetched_engram_compiles_once(monkeypatch):
+    """Where the host fetches the rows, the step is one graph too, and it neither hashes nor looks up."""
+    model = tiny_model(5, pattern=("mamba2", "engram", "mlp"))
+    model.engram.place(DeviceTable(model.engram.weight.detach()))
+    prompts = [torch.randint(1, 61, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 20)]
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    want = [output.token_ids for output in engine(model, num_spec=2).generate(prompts, params)]
+    monkeypatch.setattr(DeviceTable, "needs_prefetch", lambda self, device: True)
+    calls, graphs = traced(model, num_spec=2)
+    assert graphs == 1 and not any("engram" in name or "ngram" in name for name in calls)
+    runner = engine(model, compiled=True, num_spec=2)
+    runner.warm_up(sampling=False)
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert [output.token_ids for output in runner.generate(prompts, params)] == want
     assert runner.compile_counts.as_dict() == {"graphs": 1, "graph_breaks": 0, "recompiles": 0}

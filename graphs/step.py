@@ -18,7 +18,7 @@ from ..models import HybridModel
 from ..models.cached import Batch, forward_hidden
 from ..replay_context import ReplayContext
 from ..sampling import count_accepted, sample_tokens
-from .engram import TokenHistory, gather_entries
+from .engram import token_history
 
 _serial = itertools.count()
 
@@ -38,7 +38,7 @@ class RequestState:
         columns = -(-max_model_len // memory.config.block_size)
         self.kv_tables = torch.zeros(len(memory.kv), size, columns, dtype=torch.int32, device=device)
         self.block_sizes = torch.full((len(memory.kv),), memory.config.block_size, dtype=torch.int32, device=device)
-        self.history = TokenHistory(size, max_model_len, device) if memory.engram_depth else None
+        self.history = token_history(memory.engram, size, max_model_len, device)
 
 
 @dataclass
@@ -86,8 +86,7 @@ class DecodeStep:
         memory, requests, lens = self.memory, self.requests, self.query_lens
         batch = build_batch(memory, requests, self.idx_mapping, lens, self.num_reqs, self.tokens)
         if requests.history is not None:
-            batch.engram = gather_entries(self.model.engram, requests.history, self.input_ids, batch, self.idx_mapping,
-                                          self.num_reqs)
+            batch.engram = requests.history.contexts(self.input_ids, batch, self.idx_mapping, self.num_reqs)
         hidden = forward_hidden(self.model, memory, self.input_ids, batch, prefill=False)
         logits = self.model.logits(hidden).float()
         positions = batch.positions.view(self.rows, self.tokens)
@@ -113,7 +112,12 @@ class DecodeStep:
         self.input_ids.copy_(ids)
         self.query_lens[:count] = torch.tensor([len(tokens) for _, tokens in rows], dtype=torch.int32)
         self.idx_mapping[:count] = torch.tensor([index for index, _ in rows], dtype=torch.int32)
+        history = self.requests.history
+        if history is not None:
+            history.prefetch(rows, self.rows, self.tokens, keep=True)
         out = self.run[route]().tolist()[:count]
+        if history is not None:
+            history.advance([index for index, _ in rows], [row[-2] for row in out])
         return DecodeOutput([row[: self.tokens] for row in out], [row[-2] for row in out],
                             [bool(row[-1]) for row in out])
 
@@ -133,7 +137,9 @@ def prefill(model: HybridModel, memory: ModelMemory, requests: RequestState,
     num_reqs = torch.tensor([len(rows)], dtype=torch.int32, device=device)
     batch = build_batch(memory, requests, idx_mapping, lens, num_reqs, longest)
     if requests.history is not None:
-        batch.engram = gather_entries(model.engram, requests.history, ids, batch, idx_mapping, num_reqs)
+        requests.history.prefetch(rows, len(rows), longest)
+        batch.engram = requests.history.contexts(ids, batch, idx_mapping, num_reqs)
+        requests.history.advance([index for index, _ in rows], lens.tolist())
     hidden = forward_hidden(model, memory, ids, batch, prefill=True)
     last = lens.long() - 1
     row = torch.arange(len(rows), device=device)

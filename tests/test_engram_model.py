@@ -3,12 +3,14 @@
 import pytest
 import torch
 from harness import assert_close
+from safetensors.torch import save_file
 from test_engine import RandomDrafter
 from tiny import engine, greedy, tiny_model
 from truth_model import TruthModel
 
 from torch_replay import SamplingParams
 from torch_replay.engram import DeviceTable, MappedTable, quantize_rows
+from torch_replay.graphs.engram import HostPrefetch
 from torch_replay.models import HybridModel
 from torch_replay.ops.engram import naive
 from torch_replay.ops.registry import override_kernel
@@ -84,9 +86,9 @@ def test_chunks_do_not_need_the_earlier_ones(model, prompts, want):
     runner = engine(model, chunk_size=7)
     upload = runner.requests.history.upload
 
-    def after_garbage(req, tokens, start, depth):
+    def after_garbage(req, tokens, start):
         runner.requests.history.ids[req] = 55
-        upload(req, tokens, start, depth)
+        upload(req, tokens, start)
 
     runner.requests.history.upload = after_garbage
     assert texts(runner, prompts) == want
@@ -205,6 +207,31 @@ def test_tables_elsewhere(model, prompts, tmp_path, place):
     assert names == {"engram.token_map"}
     want = [greedy(other, prompt, 12) for prompt in prompts[:3]]
     assert texts(engine(other, num_spec=2), prompts[:3], SamplingParams(max_tokens=12, ignore_eos=True)) == want
+
+
+@pytest.mark.parametrize("route", ["small_chunks", "replay_spec", "preempted"])
+def test_host_prefetch(model, prompts, want, tmp_path, monkeypatch, route):
+    """Rows that the host fetches from the file before each step give the text as well, and no step looks any up."""
+    other = tiny_model(5, pattern=PATTERN)
+    other.load_state_dict(model.state_dict())
+    save_file({"t": other.engram.weight.contiguous()}, tmp_path / "table.safetensors")
+    other.engram.place(MappedTable(tmp_path / "table.safetensors", "t"))
+    monkeypatch.setattr(MappedTable, "needs_prefetch", lambda self, device: True)
+    runner = engine(other, **ROUTES[route])
+    runner.scheduler.drafter = RandomDrafter([p + w for p, w in zip(prompts, want)])
+    assert isinstance(runner.requests.history, HostPrefetch)
+    run, looked_up = runner.decode.run["greedy"], []
+
+    def step():
+        with override_kernel("engram_lookup", "cpu", lambda *args, **kwargs: looked_up.append(args)):
+            return run()
+
+    runner.decode.run["greedy"] = step
+    assert texts(runner, prompts) == want and not looked_up
+    kept = runner.requests.history.kept[runner.decode.rows, runner.decode.tokens]
+    runner.generate(prompts[:1], SamplingParams(max_tokens=3, ignore_eos=True))
+    again = runner.requests.history.kept[runner.decode.rows, runner.decode.tokens]
+    assert [value.data_ptr() for layer in kept for value in layer] == [v.data_ptr() for layer in again for v in layer]
 
 
 def wide_rows(model, rows, exponents):

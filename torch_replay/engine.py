@@ -208,7 +208,7 @@ class Engine:
         state = self.requests
         if state.history is not None:
             for chunk in plan.prefills:
-                state.history.upload(chunk.request.index, chunk.request.tokens, chunk.start, self.memory.engram_depth)
+                state.history.upload(chunk.request.index, chunk.request.tokens, chunk.start)
         for request in [chunk.request for chunk in plan.prefills] + plan.decodes:
             index, params = request.index, request.params
             state.num_computed[index] = request.num_computed

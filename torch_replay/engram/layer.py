@@ -31,8 +31,7 @@ class EngramStore(nn.Module):
         self.hash, self.pad_token_id = hash_, pad_token_id
         where = device if table_device is None else table_device
         self.weight = nn.Parameter(torch.empty(sum(hash_.layer_rows), dim, device=where, dtype=dtype).normal_(std=0.02))
-        self.scales: Optional[Tensor] = None
-        self.table: Optional[DeviceTable] = None  # where `place` put it; it owns the memory
+        self.table: Optional[DeviceTable] = None  # what `place` brought
         self.register_buffer("token_map", torch.arange(vocab_size, dtype=torch.int32, device=device))
         for name in ("multipliers", "primes", "stacked_offsets"):
             self.register_buffer(name, getattr(hash_, name).to(device), persistent=False)
@@ -61,7 +60,15 @@ class EngramStore(nn.Module):
             raise ValueError(f"table: got shape {list(table.weight.shape)}, expected {list(self.weight.shape)}")
         self._parameters.pop("weight", None)
         # plain attributes: a table stays where it is when the model moves
-        self.table, self.weight, self.scales = table, table.weight, table.scales
+        self.table, self.weight = table, table.weight
+
+    def on_host(self) -> "EngramStore":
+        """The same store for ids on the CPU, over the same placed table."""
+        sizes = self.weight.shape[1], self.token_map.shape[0], self.pad_token_id
+        host = EngramStore(self.hash, *sizes, device="cpu", table_device="meta")
+        host.token_map.copy_(self.token_map)
+        host.place(self.table)
+        return host
 
     def rows(self, ids: Tensor, positions: Tensor, query_start_loc: Tensor, lookback: Tensor,
              query_lens: Optional[Tensor] = None) -> Tensor:
@@ -72,10 +79,12 @@ class EngramStore(nn.Module):
 
     def entries(self, rows: Tensor) -> Tensor:
         """Rows [tokens, L * columns] of the table -> [tokens, L, columns * D], with a gradient in training."""
-        if self.weight.requires_grad and torch.is_grad_enabled():
+        if self.table is not None:
+            found = self.table.lookup(rows)
+        elif torch.is_grad_enabled() and self.weight.requires_grad:
             found = F.embedding(rows, self.weight)
         else:
-            found = ops.engram_lookup(self.weight, self.scales, rows)
+            found = ops.engram_lookup(self.weight, None, rows)
         return found.view(len(rows), len(self.hash.layer_ids), -1)
 
     def masked(self, ids: Tensor) -> Tensor:

@@ -48,6 +48,10 @@ class DeviceTable:
         """rows [tokens, columns] -> [tokens, columns, D]; see `ops.engram_lookup`."""
         return ops.engram_lookup(self.weight, self.scales, rows)
 
+    def needs_prefetch(self, device: torch.device) -> bool:
+        """Whether a step on `device` cannot look rows up itself, so that the host must fetch them before it."""
+        return False
+
 
 class PinnedTable(DeviceTable):
     """A table in pinned host memory, which a CUDA kernel reads over the bus: only rows asked for travel.
@@ -83,8 +87,9 @@ def _device_view(pinned: Tensor, device: torch.device) -> Tensor:
 class MappedTable(DeviceTable):
     """A table in a safetensors file, mapped into memory and never read as a whole: it may exceed all memory there is.
 
-    On a CPU it serves like any table: a lookup reads the pages of its rows. A GPU cannot read it, so there `lookup` is
-    for a prefetch by the host between steps: it waits for the row ids, gathers on the host and copies the result.
+    On a CPU it serves like any table: a lookup reads the pages of its rows. A GPU cannot read it: there the engine
+    fetches the rows of a step on the host before the step begins (`graphs.engram.HostPrefetch`), and `lookup` by itself
+    waits for the row ids, gathers on the host and copies the result.
 
     Args:
         path: the file. name, scales_name: its tensors; scales_name None for a table that is not float8.
@@ -103,7 +108,10 @@ class MappedTable(DeviceTable):
 
     def lookup(self, rows: Tensor) -> Tensor:
         found = ops.engram_lookup(self.weight, self.scales, rows.cpu())
-        return found if rows.device.type == "cpu" else found.pin_memory().to(rows.device, non_blocking=True)
+        return found.to(rows.device)
+
+    def needs_prefetch(self, device: torch.device) -> bool:
+        return device.type != "cpu"
 
 
 def _read_header(path: Path) -> tuple[int, dict]:
