@@ -1,8 +1,10 @@
 """A model with engram layers writes the truth's text on every route, from the device's own token history."""
 
 import pytest
+import test_engine_traces as random_traces
 import torch
 from harness import assert_close
+from hypothesis import HealthCheck, given, settings
 from safetensors.torch import save_file
 from test_engine import RandomDrafter
 from tiny import engine, greedy, tiny_model
@@ -110,6 +112,19 @@ def test_generated_tokens_come_from_the_device(model, prompts, want):
     while runner.has_work:
         runner.step()
     assert [request.output_ids for request in requests] != want
+
+
+def test_random_traces(monkeypatch):
+    """Requests that come, go, fail and are preempted at random, over a model of engram layers."""
+    for name, value in (("PATTERN", ("engram", "swa", "mamba2", "engram")), ("_models", {}), ("_solo", {})):
+        monkeypatch.setattr(random_traces, name, value)
+
+    @settings(max_examples=12, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @given(random_traces.traces())
+    def every_trace(trace):
+        random_traces.run_trace(trace)
+
+    every_trace()
 
 
 @pytest.mark.parametrize("change", ["gate", "values", "table"])

@@ -118,8 +118,8 @@ class HybridModel(nn.Module):
         """The model a folder holds, in evaluation mode, matrices in `dtype` on `device`.
 
         engram_table: where the n-gram table of a model with engram layers goes: "device", as any weight; "pinned", into
-        host memory that a GPU reads; "mapped", nowhere: rows are read from the file (on a CPU). The last two keep the
-        file's 16 bits and never hold the table on the device.
+        host memory that a GPU reads; "mapped", nowhere: the host reads rows from the file. The last two keep the file's
+        16 bits and never hold the table on the device.
 
         Raises FileNotFoundError for a missing folder or file and ValueError for a file that cannot be read, for a bad
         configuration, for weights whose names or shapes are not those of the configuration, and for another place.
