@@ -163,7 +163,8 @@ class DefaultModelState:
         states.src_cols[index], states.dst_cols[index] = moves.to(index.device)
 
     def prepare_inputs(self, inputs: InputBatch) -> Batch:
-        """Positions, lengths and state slots of a step in the uniform layout. Writes the contexts' `block_tables`."""
+        """Positions, lengths, state slots and n-gram entries of a step in the uniform layout. Writes the contexts'
+        `block_tables` and the token history."""
         memory, idx_mapping = self.memory, inputs.idx_mapping
         (rows, tokens), device = inputs.input_ids.shape, idx_mapping.device
         query_start_loc = torch.arange(rows + 1, dtype=torch.int32, device=device) * tokens
@@ -181,8 +182,11 @@ class DefaultModelState:
             else:
                 state_slots[family], token_slots[family] = states.step_slots(idx_mapping)
                 conv_slots[family] = torch.where(idx_mapping >= 0, idx_mapping + 1, 0)
-        return Batch(positions, positions.view(rows, tokens)[:, 0], seq_lens, query_start_loc, inputs.query_lens,
-                     conv_slots, state_slots, token_slots)
+        batch = Batch(positions, positions.view(rows, tokens)[:, 0], seq_lens, query_start_loc, inputs.query_lens,
+                      conv_slots, state_slots, token_slots)
+        if self.requests.history is not None:
+            batch.engram = self.requests.history.contexts(inputs.input_ids, batch, idx_mapping, inputs.num_reqs)
+        return batch
 
     def prepare_dummy_inputs(self, rows: int, tokens: int) -> InputBatch:
         """A batch of rows of padding: it reads no request's memory and changes no state."""
