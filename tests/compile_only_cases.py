@@ -9,6 +9,7 @@ import torch
 
 from torch_replay.ops.attention import samples as attention
 from torch_replay.ops.conv import samples as conv
+from torch_replay.ops.engram import samples as engram
 from torch_replay.ops.gdn import samples as gdn
 from torch_replay.ops.kda import samples as kda
 from torch_replay.ops.mamba2 import samples as mamba2
@@ -93,6 +94,17 @@ def token_cases() -> list[tuple]:
         *cases("compute_slot_mappings", tokens.mappings, dict(uniform=True)),
         *cases("write_kv", tokens.write, dict(kv_heads=8, dim=128), dict(kv_heads=2, dim=256)),
         *cases("write_kv", tokens.write, odd, usual=False),
+        *cases("pad_replayed_slots", tokens.padding, {}),
+        *cases("gather_replay_rows", tokens.gathering, {}),
+    ]
+
+
+def engram_cases() -> list[tuple]:
+    return [
+        *cases("engram_lookback", engram.histories, {}),
+        *cases("ngram_hash", engram.hashes, dict(orders=4, heads=8)),
+        *cases("engram_lookup", engram.lookups, dict(columns=24, dim=256), dict(columns=24, dim=256, coarse=True)),
+        *cases("engram_lookup", engram.lookups, dict(columns=5, dim=96), usual=False),
     ]
 
 
@@ -102,4 +114,5 @@ CASES = {
     "gdn": delta_cases("gdn", gdn) + cases("gdn_replay", gdn.replay, ODD_DELTA, usual=False),
     "kda": delta_cases("kda", kda),
     "attention": attention_cases(), "conv": conv_cases(), "ring": ring_cases(), "tokens": token_cases(),
+    "engram": engram_cases(),
 }
