@@ -27,7 +27,7 @@ def measure_back_ends(decode: DecodeStep) -> None:
     The step runs once, not compiled, on rows of padding, which change no state; the timed calls then run on pools of
     their own. Where there is no choice, as on a CPU, nothing runs. Layers of one kind have one geometry: one call each.
     """
-    undecided = backends.undecided(decode.memory.device)
+    undecided = backends.undecided(decode.state.memory.device)
     if not undecided:
         return
     compiled, decode.run = decode.run, {"greedy": decode.greedy_step}

@@ -71,7 +71,7 @@ def test_live_pools_are_not_written(fake, timed, monkeypatch):
     states = engine.memory.states["mamba2"]
     for pool in states.block_copy_tensors():
         pool.copy_(torch.randn(pool.shape) if pool.is_floating_point() else torch.full_like(pool, 3))
-    live = [*states.block_copy_tensors(), states.request_tables, engine.requests.num_computed]
+    live = [*states.block_copy_tensors(), states.request_tables, engine.state.requests.num_computed]
     before = [raw(tensor).clone() for tensor in live]
     served = []
 
