@@ -49,6 +49,11 @@ HISTOGRAM = {
         "conv_replay": 3, "mamba2_replay": 2, "gdn_replay": 1, "write_kv": 2, "swa_attention": 1, "paged_attention": 1,
         "ring_commit": 2,
     },
+    "snapshots": {
+        "prepare_positions": 1, "gather_block_tables": 3, "compute_slot_mappings": 1, "swa_indices": 1,
+        "conv_replay": 3, "mamba2_replay": 2, "gdn_replay": 1, "write_kv": 2, "swa_attention": 1, "paged_attention": 1,
+        "ring_commit": 2, "compact_active": 2, "mamba2_materialize": 1, "gdn_materialize": 1, "copy_slots": 2,
+    },
     "plain": {
         "prepare_positions": 1, "gather_block_tables": 1, "compute_slot_mappings": 1, "swa_indices": 1,
         "conv_replay": 3, "mamba2_update": 2, "gdn_update": 1, "write_kv": 2, "swa_attention": 1, "paged_attention": 1,
@@ -60,7 +65,8 @@ HISTOGRAM = {
 @pytest.mark.parametrize("num_spec, route", [(0, "greedy"), (3, "greedy"), (3, "sampled")])
 def test_op_histogram(model, memory, num_spec, route):
     """An op does one family's work: these and no others stand in the graph, and the matmuls are ordinary torch."""
-    calls, graphs = traced(model, route, replay=memory == "replay", num_spec=num_spec)
+    options = {"plain": {"replay": False}, "snapshots": {"prefix_cache": True, "state_block_size": 3}}
+    calls, graphs = traced(model, route, num_spec=num_spec, **options.get(memory, {}))
     assert graphs == 1
     ours = {name.removeprefix("torch_replay."): n for name, n in calls.items() if name.startswith("torch_replay.")}
     assert {name.removesuffix(".default"): n for name, n in ours.items()} == HISTOGRAM[memory]
@@ -86,7 +92,7 @@ def test_engram_compiles_once():
     want = [output.token_ids for output in engine(model, num_spec=2).generate(prompts, params)]
     runner = engine(model, compiled=True, num_spec=2)
     _, codes = run_and_get_code(runner.warm_up, sampling=False)
-    history = runner.requests.history.ids
+    history = runner.state.requests.history.ids
     copies = [line for code in codes for line in code.splitlines()
               if "empty_strided" in line and f"({history.shape[0]}, {history.shape[1]})" in line]
     assert codes and not copies
@@ -112,7 +118,8 @@ def test_prefetched_engram_compiles_once(monkeypatch):
     assert runner.compile_counts.as_dict() == {"graphs": 1, "graph_breaks": 0, "recompiles": 0}
 
 
-@pytest.mark.parametrize("options", [{"num_spec": 2}, {"replay": False, "num_spec": 2}, {"window": 3}], ids=str)
+@pytest.mark.parametrize("options", [{"num_spec": 2}, {"replay": False, "num_spec": 2}, {"window": 3},
+                                     {"num_spec": 2, "prefix_cache": True, "state_block_size": 3}], ids=str)
 def test_one_graph_and_no_recompile(model, prompts, options):
     """Rows come and go, lengths, cursors and draft counts vary: one graph, no break, no recompile, the eager text."""
     want = [output.token_ids for output in engine(model, **options).generate(prompts, PARAMS)]
@@ -121,6 +128,8 @@ def test_one_graph_and_no_recompile(model, prompts, options):
     with torch._dynamo.config.patch(error_on_recompile=True):
         got = [output.token_ids for output in runner.generate(prompts, PARAMS)]
     assert got == want
+    if "prefix_cache" in options:
+        assert runner.scheduler.prefix.counts.published_snapshots > 20
     assert runner.compile_counts.as_dict() == {"graphs": 1, "graph_breaks": 0, "recompiles": 0}
 
 

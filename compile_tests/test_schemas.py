@@ -24,6 +24,10 @@ engram_lookback(Tensor(a0!) lookback, Tensor token_ids, Tensor positions, Tensor
 engram_lookup(Tensor table, Tensor? scales, Tensor rows) -> Tensor
 gather_block_tables(Tensor(a0!) block_tables, Tensor request_tables, Tensor idx_mapping, Tensor num_reqs) ->
     ()
+gather_replay_rows(Tensor(a0!) rows, Tensor(a1!) kept_query_start_loc, Tensor(a2!) kept_positions, Tensor(a3!)
+    kept_slot_mappings, Tensor(a4!) kept_kv_start, Tensor query_start_loc, Tensor dropped_before, Tensor
+    seq_lens, Tensor replay_start, Tensor positions, Tensor slot_mappings, Tensor? query_lens=None, *, SymInt
+    window) -> ()
 gdn_materialize(Tensor(a0!) state, Tensor u_ring, Tensor k_ring, Tensor g_ring, Tensor src_slots, Tensor
     dst_slots, Tensor ring_start, Tensor count, Tensor layer_group, Tensor active_rows, Tensor(a10!)?
     state_scale=None, Tensor? seed=None, *, SymInt philox_rounds=0) -> ()
@@ -56,6 +60,8 @@ mamba2_update(Tensor(a0!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor
     dt_softplus=True, float dt_min=0.0, float? dt_max=None) -> Tensor
 ngram_hash(Tensor ids, Tensor positions, Tensor query_start_loc, Tensor lookback, Tensor token_map, Tensor
     multipliers, Tensor primes, Tensor offsets, Tensor pad_id, Tensor? query_lens=None) -> Tensor
+pad_replayed_slots(Tensor(a0!) slot_mappings, Tensor cacheable_groups, Tensor query_start_loc, Tensor
+    positions, Tensor replay_start, Tensor? query_lens=None, *, SymInt window) -> ()
 paged_attention(Tensor q, Tensor cache, Tensor block_table, Tensor seq_lens, Tensor query_start_loc, Tensor?
     query_lens=None, *, float scale) -> Tensor
 prepare_positions(Tensor(a0!) positions, Tensor(a1!) seq_lens, Tensor idx_mapping, Tensor query_start_loc,

@@ -13,7 +13,7 @@ from .mamba2.op import mamba2_materialize, mamba2_replay, mamba2_update
 from .registry import OPS
 from .ring.op import compact_active, gather_block_tables, ring_commit, ring_reset
 from .ring.transfer import ring_export, ring_import
-from .tokens.op import compute_slot_mappings, prepare_positions, write_kv
+from .tokens.op import compute_slot_mappings, gather_replay_rows, pad_replayed_slots, prepare_positions, write_kv
 
 __all__ = [
     "OPS",
@@ -24,6 +24,7 @@ __all__ = [
     "engram_lookback",
     "engram_lookup",
     "gather_block_tables",
+    "gather_replay_rows",
     "gdn_materialize",
     "gdn_replay",
     "gdn_update",
@@ -34,6 +35,7 @@ __all__ = [
     "mamba2_replay",
     "mamba2_update",
     "ngram_hash",
+    "pad_replayed_slots",
     "paged_attention",
     "prepare_positions",
     "ring_commit",

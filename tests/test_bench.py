@@ -4,8 +4,10 @@ import argparse
 import json
 import types
 
+import numpy as np
 import pytest
 import torch
+from tiny import tiny_model
 
 import torch_replay.bench as bench
 from torch_replay.ops.registry import OPS, override_kernel
@@ -218,3 +220,29 @@ def test_drift_on_a_few_cycles():
     assert set(result["recommendation"]) == {f"{op} {state}" for op in ("mamba2_replay", "gdn_replay")
                                              for state in drift.STATES}
     assert "gdn_replay float32" in drift.table(result)
+
+
+def test_replay_accuracy(monkeypatch, tmp_path):
+    """A whole run on a tiny model: replay moves losses where windows stack, and nothing in the two exact settings."""
+    accuracy = bench.load("replay_accuracy")
+    model = tiny_model(pattern=("mamba2", "full", "swa", "mlp", "gdn", "swa", "mlp"), window=16)
+    monkeypatch.setattr(accuracy.HybridModel, "from_pretrained", lambda folder: model)
+    monkeypatch.setattr(accuracy, "NEAR", (4, 8))
+    for part in ("code", "text"):
+        np.save(tmp_path / f"valid_{part}.npy", np.random.default_rng(1).integers(1, 61, 400).astype(np.uint16))
+    arguments = parse("replay-accuracy", "--corpus", str(tmp_path), "--segments", "2", "--hits", "80")
+    arguments.quiet, arguments.command = True, "torch-replay bench replay-accuracy"
+    result = accuracy.run(arguments)
+    assert [row["replayed_tokens"] for row in result["rows"] + result["exact"]] == [16, 16, 16, 0]
+    moved = "replay - cold"
+    assert all(row["largest_difference_of_a_loss"][moved] > 1e-2 for row in result["rows"])
+    assert all(row["largest_difference_of_a_loss"][moved] < 1e-3 for row in result["exact"])
+    for row in result["rows"] + result["exact"]:
+        assert row["largest_difference_of_a_loss"]["window_cached - cold"] < 1e-3
+        assert set(row["following"]) == {4, 8}
+    # 2 (keys, values) x 2 heads x 8 x 4 bytes a layer; two of three attention layers are windows
+    assert result["kv_bytes_per_token"] == {"kept": 128, "with_window_kv": 384, "saved": 256, "saved_share": 2 / 3}
+    json.dumps(result)
+    assert "67% saved" in accuracy.table(result)
+    with pytest.raises(ValueError, match="segments is 9, expected at most 4 of 89 tokens in code"):
+        accuracy.segments(tmp_path, "code", 9, 89)

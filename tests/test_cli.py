@@ -54,6 +54,23 @@ def test_routes_write_the_same_text(capsys):
         assert len(texts) == 1
 
 
+def test_prefix_cache(capsys, tmp_path):
+    """--prefix-cache: hits, replayed tokens, snapshots and evictions, in JSON and in the table; off: not a word."""
+    shared = "".join(f"    value_{i} = read({i})\n" for i in range(30))
+    (tmp_path / "a.py").write_text("def f():\n" + shared + "    return")
+    (tmp_path / "b.py").write_text("def f():\n" + shared + "    print(value_3)\n    raise")
+    files = ["--file", str(tmp_path / "a.py"), "--file", str(tmp_path / "b.py"), "--max-tokens", "40", "--batch", "1"]
+    stats = run_json(capsys, *files, "--prefix-cache", "--spec", "2")["stats"]
+    assert stats["prefix_hits"] == 1 and stats["prefix_hit_tokens"] > 64 == stats["prefix_replayed_tokens"]
+    assert stats["prefix_published_blocks"] > 4 and stats["prefix_published_snapshots"] > 2
+    assert stats["prefix_evictions"] == 0
+    assert not any(name.startswith("prefix") for name in run_json(capsys, *files)["stats"])
+    assert main(["generate", *files, "--prefix-cache"]) == 0
+    out = capsys.readouterr().out
+    assert f"1 requests, {stats['prefix_hit_tokens']} tokens, of which 64 replayed" in out
+    assert "prefixes published" in out and "0 evicted" in out
+
+
 def test_text(capsys, tmp_path):
     """Prompts, their continuations in order, then the table."""
     (tmp_path / "prompt.txt").write_text("def read(path):\n")
@@ -85,6 +102,7 @@ BAD = {
     "top-p 0": (["x", "--top-p", "0"], "--top-p 0"),
     "batch": (["x", "--batch", "0"], "--batch: '0'"),
     "device": (["x", "--device", "nope"], "--device nope: unknown"),
+    "snapshots without a ring": (["x", "--prefix-cache", "--no-replay"], "prefix_cache is True, expected False"),
     "no GPU": (["x", "--device", "cuda:99"], "--device cuda:99: this machine has no such device"),
 }
 

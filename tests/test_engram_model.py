@@ -76,7 +76,7 @@ def test_greedy_text(model, prompts, want, route):
     runner.scheduler.drafter = RandomDrafter([p + w for p, w in zip(prompts, want)])
     preempted, preempt = [], runner.scheduler._preempt
     runner.scheduler._preempt = lambda request, plan: (preempted.append(request), preempt(request, plan))
-    runner.requests.history.ids.fill_(17)  # leftovers of earlier requests
+    runner.state.requests.history.ids.fill_(17)  # leftovers of earlier requests
     assert texts(runner, prompts) == want
     assert (route == "preempted") == bool(preempted)
     if ROUTES[route].get("num_spec"):
@@ -86,13 +86,13 @@ def test_greedy_text(model, prompts, want, route):
 def test_chunks_do_not_need_the_earlier_ones(model, prompts, want):
     """Whatever computed the tokens before a chunk (another request's prefix, say), the host uploads what it hashes."""
     runner = engine(model, chunk_size=7)
-    upload = runner.requests.history.upload
+    upload = runner.state.requests.history.upload
 
     def after_garbage(req, tokens, start):
-        runner.requests.history.ids[req] = 55
+        runner.state.requests.history.ids[req] = 55
         upload(req, tokens, start)
 
-    runner.requests.history.upload = after_garbage
+    runner.state.requests.history.upload = after_garbage
     assert texts(runner, prompts) == want
 
 
@@ -102,13 +102,13 @@ def test_generated_tokens_come_from_the_device(model, prompts, want):
     requests = [runner._live[runner.add_request(prompt, PARAMS)][0] for prompt in prompts]
     while not all(request.is_decoding for request in requests):
         runner.step()
-    runner.requests.history.upload = None
+    runner.state.requests.history.upload = None
     for _ in range(6):
         runner.step()
     for request in requests:
-        written = runner.requests.history.ids[request.index, : request.num_computed]
+        written = runner.state.requests.history.ids[request.index, : request.num_computed]
         assert written.tolist() == request.tokens[: request.num_computed]
-    runner.requests.history.ids.copy_(runner.requests.history.ids.roll(1, 1))
+    runner.state.requests.history.ids.copy_(runner.state.requests.history.ids.roll(1, 1))
     while runner.has_work:
         runner.step()
     assert [request.output_ids for request in requests] != want
@@ -234,7 +234,7 @@ def test_host_prefetch(model, prompts, want, tmp_path, monkeypatch, route):
     monkeypatch.setattr(MappedTable, "needs_prefetch", lambda self, device: True)
     runner = engine(other, **ROUTES[route])
     runner.scheduler.drafter = RandomDrafter([p + w for p, w in zip(prompts, want)])
-    assert isinstance(runner.requests.history, HostPrefetch)
+    assert isinstance(runner.state.requests.history, HostPrefetch)
     run, looked_up = runner.decode.run["greedy"], []
 
     def step():
@@ -243,9 +243,9 @@ def test_host_prefetch(model, prompts, want, tmp_path, monkeypatch, route):
 
     runner.decode.run["greedy"] = step
     assert texts(runner, prompts) == want and not looked_up
-    kept = runner.requests.history.kept[runner.decode.rows, runner.decode.tokens]
+    kept = runner.state.requests.history.kept[runner.decode.rows, runner.decode.tokens]
     runner.generate(prompts[:1], SamplingParams(max_tokens=3, ignore_eos=True))
-    again = runner.requests.history.kept[runner.decode.rows, runner.decode.tokens]
+    again = runner.state.requests.history.kept[runner.decode.rows, runner.decode.tokens]
     assert [value.data_ptr() for layer in kept for value in layer] == [v.data_ptr() for layer in again for v in layer]
 
 

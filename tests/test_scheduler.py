@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torch_replay.block_pool import BlockPool
 from torch_replay.drafter import NoDraft
 from torch_replay.request import Request, SamplingParams
-from torch_replay.scheduler import BlockPool, KVGroup, Plan, Scheduler
+from torch_replay.scheduler import KVGroup, Plan, Scheduler
 
 
 class Guess:
@@ -34,11 +35,11 @@ def new(name, length, max_tokens=8):
 def commit(scheduler, plan, chooser=None, stop_rate=0.0):
     """A model that accepts a random number of drafts and now and then ends a request; does what the engine does."""
     for chunk in plan.prefills:
-        chunk.request.num_computed += chunk.length
+        scheduler.advance(chunk.request, chunk.length)
     made = [(chunk.request, 1) for chunk in plan.prefills if chunk.last]
     for request, drafts in zip(plan.decodes, plan.drafts, strict=True):
         accepted = 1 + (chooser.randint(0, len(drafts)) if chooser else len(drafts))
-        request.num_computed += accepted
+        scheduler.advance(request, accepted, drafts[: accepted - 1])
         made.append((request, accepted))
     for request, count in made:
         request.output_ids += [7] * count

@@ -35,6 +35,29 @@ def compute_slot_mappings(slot_mappings, block_tables, query_start_loc, position
                 slot_mappings[group, token] = slot_of(block_tables[group, row], int(positions[token]), size)
 
 
+def pad_replayed_slots(slot_mappings, cacheable_groups, query_start_loc, positions, replay_start, query_lens, *,
+                       window):
+    for row, start in enumerate(replay_start.tolist()):
+        for token in row_tokens(query_start_loc, query_lens, row):
+            if start > 0 and start <= int(positions[token]) < start + window:
+                for group in cacheable_groups.tolist():
+                    slot_mappings[group, token] = -1
+
+
+def gather_replay_rows(rows, kept_query_start_loc, kept_positions, kept_slot_mappings, kept_kv_start, query_start_loc,
+                       dropped_before, seq_lens, replay_start, positions, slot_mappings, query_lens, *, window):
+    starts = [int(start) - int(dropped) for start, dropped in zip(query_start_loc, dropped_before)]
+    kept_query_start_loc[:] = kept_query_start_loc.new_tensor(starts)
+    for row in range(len(seq_lens)):
+        tokens = list(row_tokens(query_start_loc, query_lens, row))
+        kept = tokens[len(tokens) - (starts[row + 1] - starts[row]) :]
+        for place, token in enumerate(kept, starts[row]):
+            rows[place], kept_positions[place] = token, positions[token]
+            kept_slot_mappings[:, place] = slot_mappings[:, token]
+        low = int(seq_lens[row]) - window if len(kept) < len(tokens) else 0
+        kept_kv_start[row] = max(int(replay_start[row]), low)
+
+
 def write_kv(cache, k, v, slot_mapping):
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:

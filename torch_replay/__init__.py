@@ -16,7 +16,8 @@ from .ops.backends import set_backend  # noqa: E402
 __version__ = "0.1.0"
 _LAZY = {
     "Engine": "engine", "EngineConfig": "engine", "RequestOutput": "engine", "SamplingParams": "request",
-    "ReplayContext": "replay_context", "HybridConfig": "models", "HybridModel": "models",
+    "ReplayContext": "replay_context", "DefaultModelState": "model_state", "ReplayModelState": "model_state",
+    "HybridConfig": "models", "HybridModel": "models",
 }
 __all__ = ["ops", "set_backend", *_LAZY]
 

@@ -52,7 +52,14 @@ def add_parser(commands) -> None:
     drift = which.add_parser("drift", help="error of the state over 1,000 flush cycles", description=(
         "Compares states with a float64 recurrence, for each state and ring dtype."))
     drift.add_argument("--cycles", type=_integer(2), default=1000, metavar="N", help="flush cycles (1000)")
-    for parser, device in ((ops, "cuda"), (drift, "cpu")):
+    accuracy = which.add_parser("replay-accuracy", help="held-out loss after a prefix hit with bounded replay",
+                                description="Scores text after a prefix hit: with replay, with window KV, and cold.")
+    accuracy.add_argument("--corpus", default=".corpus", metavar="DIR",
+                          help="folder that torch_replay.models.corpus wrote (.corpus)")
+    accuracy.add_argument("--segments", type=_integer(2), default=12, metavar="N", help="of held-out text a row (12)")
+    accuracy.add_argument("--hits", type=_integer(80), nargs="+", default=[128, 256, 512, 1024], metavar="H",
+                          help="lengths of the prefix, in whole blocks of 16 (128 256 512 1024)")
+    for parser, device in ((ops, "cuda"), (drift, "cpu"), (accuracy, "cpu")):
         parser.set_defaults(run=_run)
         parser.add_argument("--device", default=device, metavar="D", help=f"cpu or cuda ({device})")
         parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
@@ -76,7 +83,7 @@ def _run(arguments) -> int:
     arguments.command = shlex.join(["torch-replay", *sys.argv[1:]])
     _device(arguments.device)
     try:
-        script = load(arguments.benchmark)
+        script = load(arguments.benchmark.replace("-", "_"))
     except FileNotFoundError as error:
         raise UserError(str(error)) from None
     result = script.run(arguments)

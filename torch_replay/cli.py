@@ -50,6 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--spec", type=_integer(0, 15), default=0, metavar="K",
                           help="drafts a step by prompt lookup (0)")
     generate.add_argument("--no-replay", action="store_true", help="write the recurrent state at every step")
+    generate.add_argument("--prefix-cache", action="store_true",
+                          help="prompts take over what earlier ones with the same first tokens computed")
     generate.add_argument("--batch", type=_integer(1), metavar="N", help="requests that run together (at most 8)")
     generate.add_argument("--seed", type=_integer(0, 2**62), default=0, metavar="S",
                           help="sampling seed of the first prompt, plus one for each further prompt (0)")
@@ -141,8 +143,12 @@ def _generate(arguments) -> int:
     device = _device(arguments.device)
     model, tokenizer = _load(arguments.model, device)
     batch = min(len(prompts), 8) if arguments.batch is None else arguments.batch
-    config = EngineConfig(max_num_seqs=batch, num_spec=arguments.spec, replay=not arguments.no_replay)
-    engine = Engine(model, tokenizer, config)
+    try:
+        engine = Engine(model, tokenizer, EngineConfig(
+            max_num_seqs=batch, num_spec=arguments.spec, replay=not arguments.no_replay,
+            prefix_cache=arguments.prefix_cache))
+    except ValueError as error:
+        raise UserError(str(error)) from None
     requests = []
     for index, prompt in enumerate(prompts):
         params = SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature,
@@ -199,6 +205,7 @@ def _table(stats: dict) -> str:
                                           f"({route[stats['replay']]}), "
                                           f"{number(stats['state_bytes_per_token_plain'], '{:,.0f}')} without "
                                           f"({route[not stats['replay']]})"),
+        *_prefix_rows(stats),
         ("compiled graphs a decode step", str(stats["graphs"])),
         ("graph breaks", str(stats["graph_breaks"])),
         ("recompiles after warm-up", str(stats["recompiles"])),
@@ -206,6 +213,17 @@ def _table(stats: dict) -> str:
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _prefix_rows(stats: dict) -> list[tuple[str, str]]:
+    if "prefix_hits" not in stats:
+        return []
+    return [
+        ("prefix hits", f"{stats['prefix_hits']} requests, {stats['prefix_hit_tokens']} tokens, of which "
+                        f"{stats['prefix_replayed_tokens']} replayed"),
+        ("prefixes published", f"{stats['prefix_published_blocks']} blocks, {stats['prefix_published_snapshots']} "
+                               f"snapshots, {stats['prefix_evictions']} evicted"),
+    ]
 
 
 def _info(arguments) -> int:

@@ -10,10 +10,11 @@ import torch
 
 from .detokenizer import Detokenizer
 from .drafter import Drafter, NoDraft, PromptLookup
+from .graphs.measure import measure_back_ends
 from .graphs.step import DecodeStep, RequestState, prefill
-from .memory import MemoryConfig, ModelMemory
+from .memory import STATE_KINDS, MemoryConfig, ModelMemory
+from .model_state import DefaultModelState, ReplayModelState
 from .models import HybridModel
-from .replay_context import ReplayContext
 from .request import Request, SamplingParams
 from .scheduler import KVGroup, Plan, Scheduler
 from .stats import CompileCounts, Stats
@@ -29,6 +30,12 @@ class EngineConfig:
     replay: False writes the recurrent state at every step. prefill_budget, chunk_size, prefill_rows: prompt tokens a
     step, prompt tokens a request a step, requests that prefill in one step. compiled: False runs the decode step
     eagerly.
+
+    prefix_cache: requests take over what earlier ones with the same first tokens computed, see `prefix_cache`.
+    state_block_size: state-space layers can be taken over at multiples of it, None for block_size; must divide the
+    attention window of a model with sliding windows. num_snapshots: states kept for that, None for a few a request.
+
+    exact_decoder_replay: a model with `decoder_replay_layers` prefills as many tokens there as make no difference.
     """
 
     max_num_seqs: int = 8
@@ -43,6 +50,10 @@ class EngineConfig:
     chunk_size: int = 256
     prefill_rows: int = 4
     compiled: bool = True
+    prefix_cache: bool = False
+    state_block_size: Optional[int] = None
+    num_snapshots: Optional[int] = None
+    exact_decoder_replay: bool = False
     dtype: torch.dtype = torch.float32
     state_dtype: torch.dtype = torch.float32
 
@@ -50,7 +61,8 @@ class EngineConfig:
         for name in ("max_num_seqs", "block_size", "window", "prefill_budget", "chunk_size", "prefill_rows"):
             self._require(name, 1)
         self._require("num_spec", 0)
-        for name, least in (("max_model_len", 2), ("num_blocks", 2), ("ring_len", self.window + 1 + self.num_spec)):
+        for name, least in (("max_model_len", 2), ("num_blocks", 2), ("state_block_size", 1),
+                            ("num_snapshots", 1), ("ring_len", self.window + 1 + self.num_spec)):
             if getattr(self, name) is not None:
                 self._require(name, least)
         if self.num_spec + 1 > self.window:
@@ -71,6 +83,7 @@ class RequestOutput:
     text: str
     new_text: str
     finish_reason: Optional[str]
+    prompt_logprobs: Optional[list[Optional[float]]] = None  # if asked for: by prompt token, None for the first
 
 
 class Engine:
@@ -97,45 +110,69 @@ class Engine:
         kinds = [kind for kind in ("full", "swa") if kind in model.config.pattern]
         per_request = -(-length // config.block_size)
         blocks = config.num_blocks or 1 + config.max_num_seqs * per_request
+        windows = {"full": None, "swa": model.config.sliding_window}
+        groups = [KVGroup(kind, blocks, windows[kind]) for kind in kinds]
+        state_block_size = config.state_block_size or config.block_size
+        num_snapshots = self._num_snapshots(model, config)
+        self.scheduler = Scheduler(
+            groups, max_num_seqs=config.max_num_seqs, max_model_len=length, block_size=config.block_size,
+            prefill_budget=config.prefill_budget, chunk_size=config.chunk_size, prefill_rows=config.prefill_rows,
+            num_spec=config.num_spec, drafter=drafter or (PromptLookup() if config.num_spec else NoDraft()),
+            prefix_cache=config.prefix_cache, num_snapshots=num_snapshots, state_block_size=state_block_size)
         self.memory = ModelMemory(model, MemoryConfig(
             config.max_num_seqs, tokens, config.block_size, dict.fromkeys(kinds, blocks), config.window,
-            config.ring_len, config.replay, config.state_dtype, config.dtype), model.embedding.weight.device)
-        self.requests = RequestState(self.memory, length)
-        self.decode = DecodeStep(model, self.memory, self.requests, config.max_num_seqs, tokens, config.compiled)
-        drafter = drafter or (PromptLookup() if config.num_spec else NoDraft())
-        windows = {"full": None, "swa": model.config.sliding_window}
-        self.scheduler = Scheduler(
-            [KVGroup(kind, blocks, windows[kind]) for kind in kinds], max_num_seqs=config.max_num_seqs,
-            max_model_len=length, block_size=config.block_size, prefill_budget=config.prefill_budget,
-            chunk_size=config.chunk_size, prefill_rows=config.prefill_rows, num_spec=config.num_spec, drafter=drafter)
-        self.stats = Stats(self.memory)
+            config.ring_len, config.replay, num_snapshots or 0, state_block_size, length, config.state_dtype,
+            config.dtype), model.embedding.weight.device)
+        requests = RequestState(self.memory, length)
+        tail_windows = model.config.decoder_replay_windows
+        if config.prefix_cache or tail_windows:
+            self.state = ReplayModelState(self.memory, requests, groups, tail_windows, config.exact_decoder_replay)
+        else:
+            self.state = DefaultModelState(self.memory, requests)
+        self.decode = DecodeStep(model, self.state, config.max_num_seqs, tokens, config.compiled)
+        self.stats = Stats(self.memory, self.scheduler.prefix)
         self.compile_counts = CompileCounts()
         self._live: dict[str, tuple[Request, Detokenizer, Optional[Callable]]] = {}
+        self._placed: dict[int, Request] = {}  # by index, as the model state knows them
         self._ids = itertools.count()
+
+    @staticmethod
+    def _num_snapshots(model: HybridModel, config: EngineConfig) -> Optional[int]:
+        """Snapshots to keep; None without a prefix cache or state-space layers."""
+        if not config.prefix_cache or not any(kind in STATE_KINDS for kind in model.config.pattern):
+            return None
+        if not config.replay:
+            raise ValueError("prefix_cache is True, expected False with replay=False: only the ring context makes "
+                             "snapshots of state-space layers")
+        window = model.config.sliding_window if "swa" in model.config.pattern else 0
+        # while it decodes, a request keeps those of its last window and one more
+        each = 4 + window // (config.state_block_size or config.block_size)
+        return config.num_snapshots or each * config.max_num_seqs
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
     def warm_up(self, sampling: bool = True, greedy: bool = True) -> float:
-        """Compiles the decode step, on rows of padding that change no state. Returns the seconds it took.
+        """Chooses back ends and compiles the decode step, on rows of padding that change no state. Returns the seconds.
 
         Steps whose requests are all greedy run a graph of their own; leave out the route that will not be used. What
         is not compiled here compiles when it is first needed.
         """
         begin = time.perf_counter()
+        measure_back_ends(self.decode)
         for route in ["greedy"] * greedy + ["sampled"] * sampling:
             with self.compile_counts.watch(route):
                 self.decode([], route)
         return time.perf_counter() - begin
 
     def add_request(self, prompt, params: SamplingParams = SamplingParams(), request_id: Optional[str] = None,
-                    on_output: Optional[Callable[[RequestOutput], None]] = None) -> str:
+                    on_output: Optional[Callable[[RequestOutput], None]] = None, cache_salt: str = "") -> str:
         """Queues a prompt (text or token ids) and returns the request's id.
 
         on_output is called after each step that made tokens for the request; it may abort requests. If it raises, the
         request ends with finish_reason "error", the others go on, and `step` raises the exception once they are all
-        dealt with.
+        dealt with. Only requests of the same cache_salt take prefixes over from one another.
 
         Raises:
             ValueError: empty prompt, ids outside the vocabulary, a prompt that leaves no room for a token, an id in
@@ -145,7 +182,7 @@ class Engine:
         request_id = f"request-{next(self._ids)}" if request_id is None else request_id
         if request_id in self._live:
             raise ValueError(f"request_id is {request_id!r}, expected one that is not in use")
-        request = Request(request_id, ids, params)
+        request = Request(request_id, ids, params, cache_salt=cache_salt)
         self.scheduler.add(request)
         self._live[request_id] = (request, Detokenizer(self.tokenizer, params.stop), on_output)
         return request_id
@@ -169,7 +206,7 @@ class Engine:
         outputs: list[RequestOutput] = []
         failures: list[Exception] = []
         try:
-            self._upload(plan)
+            self._place(plan)
             if plan.prefills:
                 self._prefill(plan, outputs, failures)
             self._drop_finished(plan)
@@ -203,34 +240,33 @@ class Engine:
                 raise ValueError(f"prompt holds token {token}, expected ids in [0, {size})")
         return ids
 
-    def _upload(self, plan: Plan) -> None:
-        """Writes the buffers of every request of the plan: its length, parameters and block tables."""
-        state = self.requests
-        if state.history is not None:
+    def _place(self, plan: Plan) -> None:
+        """Tells the model state which request is at which index now, and what the step reads of them."""
+        for index, request in list(self._placed.items()):
+            if request.index != index:
+                self.state.remove_request(index)
+                del self._placed[index]
+        for request in plan.admitted:
+            self.state.add_request(request)
+            self._placed[request.index] = request
+        self.state.update_requests(plan.requests, plan.admitted)
+        history = self.state.requests.history
+        if history is not None:
             for chunk in plan.prefills:
-                state.history.upload(chunk.request.index, chunk.request.tokens, chunk.start)
-        for request in [chunk.request for chunk in plan.prefills] + plan.decodes:
-            index, params = request.index, request.params
-            state.num_computed[index] = request.num_computed
-            state.temperature[index], state.top_p[index] = params.temperature, params.top_p
-            state.top_k[index], state.seeds[index] = params.top_k, params.seed
-            for group, kind in enumerate(self.memory.kv):
-                table = request.tables[kind]
-                state.kv_tables[group, index].zero_()
-                state.kv_tables[group, index, : len(table)] = torch.tensor(table, dtype=torch.int32)
-            for states in self.memory.states.values():
-                if isinstance(states, ReplayContext):
-                    states.request_tables[:, index, 0] = index + 1
+                history.upload(chunk.request.index, chunk.request.tokens, chunk.start)
 
     def _prefill(self, plan: Plan, outputs, failures) -> None:
         begin = time.perf_counter()
         chunks = [(chunk.request.index, chunk.request.tokens[chunk.start : chunk.start + chunk.length])
                   for chunk in plan.prefills]
-        samples = prefill(self.model, self.memory, self.requests, chunks)
+        following = [chunk.request.prompt_ids[chunk.start + 1 : chunk.start + 1 + chunk.length]
+                     if chunk.request.params.prompt_logprobs else [] for chunk in plan.prefills]
+        samples, logprobs = prefill(self.model, self.state, chunks, following)
         names = [chunk.request.id for chunk in plan.prefills]
         self.stats.record_prefill(names, sum(len(ids) for _, ids in chunks), time.perf_counter() - begin)
-        for chunk, token in zip(plan.prefills, samples, strict=True):
-            chunk.request.num_computed += chunk.length
+        for chunk, token, values in zip(plan.prefills, samples, logprobs, strict=True):
+            chunk.request.prompt_logprobs += values
+            self.scheduler.advance(chunk.request, chunk.length)
             self._commit(chunk.request, [token] if chunk.last else [], outputs, failures)
 
     def _decode(self, plan: Plan, outputs, failures) -> None:
@@ -246,7 +282,7 @@ class Engine:
         self.stats.record_decode(names, drafts, result.accepted, time.perf_counter() - begin)
         for row, request in enumerate(plan.decodes):
             accepted = result.accepted[row]
-            request.num_computed += accepted
+            self.scheduler.advance(request, accepted, plan.drafts[row][: accepted - 1])
             request.decode_steps += 1
             request.drafted += len(plan.drafts[row])
             request.accepted += accepted - 1
@@ -281,7 +317,8 @@ class Engine:
             if reason:
                 break
         new_text = text.flush() if reason else text.take()
-        output = RequestOutput(request.id, list(request.output_ids), text.text, new_text, reason)
+        logprobs = [None, *request.prompt_logprobs] if params.prompt_logprobs else None
+        output = RequestOutput(request.id, list(request.output_ids), text.text, new_text, reason, logprobs)
         if on_output is not None:
             try:
                 on_output(output)

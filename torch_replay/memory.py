@@ -23,6 +23,9 @@ class MemoryConfig:
     window: int = 16  # W
     ring_len: Optional[int] = None  # R, default W + T
     replay: bool = True
+    num_snapshots: int = 0  # states kept for other requests, at multiples of state_block_size up to max_model_len
+    state_block_size: int = 16
+    max_model_len: int = 0
     state_dtype: torch.dtype = torch.float32
     dtype: torch.dtype = torch.float32  # rings, conv rings and KV caches
 
@@ -47,9 +50,7 @@ class ModelMemory:
         for family in STATE_KINDS:
             layers = [state_layer(model.config, config, family, i) for i, kind in enumerate(pattern) if kind == family]
             if layers and config.replay:
-                self.states[family] = ReplayContext.create(
-                    [StateGroup(family, tuple(layers), config.block_size)], config.max_num_seqs,
-                    num_slots=config.max_num_seqs + 1, device=device)
+                self.states[family] = replay_context(family, layers, config, self.device)
             elif layers:
                 self.states[family] = PlainStates(layers, config.max_num_seqs, device)
         if config.replay and "mamba2" in self.states:
@@ -61,6 +62,26 @@ class ModelMemory:
             if kind in pattern:
                 self.kv[kind] = [torch.zeros(shape, dtype=config.dtype, device=device)
                                  for _ in range(pattern.count(kind))]
+
+
+    def snapshot_slot(self, snapshot: int) -> int:
+        """Slot of a snapshot, numbered from 1, in the pools of every family."""
+        return self.config.max_num_seqs + snapshot
+
+
+def replay_context(family: str, layers: list[StateLayer], config: MemoryConfig, device) -> ReplayContext:
+    """A context in which request i lives in slot i + 1 for good, and snapshots take the slots behind.
+
+    In mode align the columns of a table are the edges at which a state may be published; the live slot has a column of
+    its own behind them, so that a live state never moves and a publishing step makes one copy.
+    """
+    align = config.num_snapshots > 0
+    group = StateGroup(family, tuple(layers), config.state_block_size, "align" if align else "none")
+    states = ReplayContext.create(
+        [group], config.max_num_seqs, num_slots=1 + config.max_num_seqs + config.num_snapshots,
+        columns=config.max_model_len // config.state_block_size + 1 if align else 1, device=device)
+    states.request_tables[:, :, states.live_col] = torch.arange(1, 1 + config.max_num_seqs, device=device)
+    return states
 
 
 def state_layer(model: HybridConfig, memory: MemoryConfig, family: str, index: int) -> StateLayer:

@@ -1,6 +1,7 @@
 """Memory of state-space layers: `ReplayContext` (checkpoint, ring, cursors), `PlainStates` (written each step)."""
 
 from dataclasses import dataclass, fields
+from types import SimpleNamespace
 from typing import Optional
 
 import torch
@@ -11,6 +12,7 @@ from .ops.check import EIGHT_BIT
 
 FAMILIES = ("mamba2", "gdn")
 MODES = ("none", "align")
+RING_NAMES = {"mamba2": ("x", "B", "dt"), "gdn": ("u", "k", "g")}
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ class ReplayContext:
         conv_ring: [L, S, channels, conv_len].
         layer_group: [L] int32. ring_start, ring_committed: [G, S] int32.
         request_tables: [G, max_num_reqs, C] and block_tables: [G, max_num_reqs, C] int32, slot ids.
+        live_col, live_cols: the last column, where an engine whose live states never move may keep them; [max_num_reqs]
+            int32, the same by request. src_cols, dst_cols: [max_num_reqs] int32, what `reset_new_slots` is to do next.
         src_slots, dst_slots, plan_start, plan_count: [G, max_num_reqs] int32, the last step's snapshot plan.
     """
 
@@ -109,6 +113,9 @@ class ReplayContext:
         self.group_of = indices
         table = (len(groups), max_num_reqs, columns)
         self.request_tables, self.block_tables = (torch.zeros(table, dtype=torch.int32, device=device) for _ in "rb")
+        self.live_col = columns - 1
+        self.live_cols = torch.full((max_num_reqs,), columns - 1, dtype=torch.int32, device=device)
+        self.src_cols, self.dst_cols = torch.full((2, max_num_reqs), -1, dtype=torch.int32, device=device).unbind()
         self.src_slots, self.dst_slots, self.plan_start, self.plan_count = (
             torch.zeros(table[:2], dtype=torch.int32, device=device) for _ in range(4))
         self.A = None
@@ -158,6 +165,22 @@ class ReplayContext:
         """
         scale = [] if self.state_scale is None else [self.state_scale]
         return [self.state, *scale, *self.rings, self.conv_ring, self.ring_start, self.ring_committed]
+
+    def export_slot(self, slot: int, position: int) -> dict[str, Tensor]:
+        """The logical state of a slot after `position` tokens, position independent; see `ops.ring_export`."""
+        return ops.ring_export(self._ring_pool(), slot, position=position, conv_history=self.spec.conv_width - 1)
+
+    def import_slot(self, slot: int, exported: dict[str, Tensor]) -> None:
+        """Makes a slot's logical state the exported one, which may come from another ring length; see
+        `ops.ring_import`."""
+        ops.ring_import(self._ring_pool(), slot, exported, conv_history=self.spec.conv_width - 1)
+
+    def _ring_pool(self) -> SimpleNamespace:
+        names = RING_NAMES[self.family]
+        return SimpleNamespace(
+            family=self.family, state=self.state, state_scale=self.state_scale, conv_ring=self.conv_ring,
+            rings=dict(zip(names, self.rings, strict=True)), layer_group=self.layer_group, window=self.window,
+            ring_start=self.ring_start[:, : self.num_slots], ring_committed=self.ring_committed[:, : self.num_slots])
 
     def reset_new_slots(self, src_cols: Tensor, dst_cols: Tensor, idx_mapping: Optional[Tensor] = None) -> None:
         """Prepares the slots of admitted or moved requests, per batch row and group; one call, traceable.

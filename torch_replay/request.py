@@ -34,7 +34,9 @@ class SamplingParams:
     max_tokens: most tokens to produce, at least 1. temperature: 0 is greedy. top_k: keep the k likeliest tokens, 0
     keeps all. top_p: then keep the smallest set whose probability reaches it, in (0, 1]. seed: in [0, 2**63); with the
     position of a token it fixes the draw. stop: texts that end the request, one string or several. ignore_eos: do not
-    end at the end-of-text token. Raises TypeError or ValueError, naming the field.
+    end at the end-of-text token. prompt_logprobs: also give the log probability of each prompt token after those before
+    it; such a request takes no prefix over from others, for it needs every prompt token computed. Raises TypeError or
+    ValueError, naming the field.
     """
 
     max_tokens: int = 128
@@ -44,6 +46,7 @@ class SamplingParams:
     seed: int = 0
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    prompt_logprobs: bool = False
 
     def __post_init__(self):
         checked = {
@@ -58,8 +61,9 @@ class SamplingParams:
             raise ValueError(f"temperature: expected a finite number of at least 0, got {self.temperature}")
         if not 0 < checked["top_p"] <= 1:
             raise ValueError(f"top_p: expected a number above 0 and at most 1, got {self.top_p}")
-        if not isinstance(self.ignore_eos, bool):
-            raise TypeError(f"ignore_eos: expected True or False, got {self.ignore_eos!r}")
+        for name in ("ignore_eos", "prompt_logprobs"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}: expected True or False, got {getattr(self, name)!r}")
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
@@ -77,13 +81,23 @@ def _stop_texts(stop: object) -> tuple[str, ...]:
 class Request:
     """One request, from arrival to its finish. Compared and hashed by identity.
 
-    The engine appends to `output_ids` and advances `num_computed`; the scheduler owns `index`, `tables`, `arrival`,
-    `finish_reason` and `preemptions`, and takes `num_computed` back to 0 when the caches are taken away.
+    The engine appends to `output_ids`; the scheduler owns `index`, `tables`, `arrival`, `finish_reason` and
+    `preemptions`, moves `num_computed`, and takes it back to 0 when the caches are taken away.
 
     num_computed: tokens whose state is in the caches, always the first ones. index: row in the persistent per-request
     buffers, -1 when not admitted. tables: for each KV group the block ids by position // block_size, 0 where a
     window block was freed. arrival: order in which the scheduler got it. drafted, accepted: draft tokens proposed and
-    kept. Raises TypeError or ValueError for an id that is no text and for prompt ids that are no token ids.
+    kept.
+
+    prompt_logprobs: those of prompt tokens 1, 2, ... as far as the prompt is computed, if they are asked for.
+
+    With a prefix cache: only requests of one cache_salt share prefixes. prefix_keys: names of the first tokens, see
+    `prefix_cache`. hit_tokens: H, the boundary up to which the request took over what others computed. replay_start:
+    first position that its sliding windows may look at, 0: all. source: snapshot that its state starts from, snapshots:
+    those that this step may publish, by the edge they stand at; both are held for one step only. output_edges: where it
+    published snapshots beyond its prompt that are still wanted.
+
+    Raises TypeError or ValueError for an id or salt that is no text and for prompt ids that are no token ids.
     """
 
     id: str
@@ -99,10 +113,20 @@ class Request:
     accepted: int = 0
     preemptions: int = 0
     decode_steps: int = 0
+    cache_salt: str = ""
+    prefix_keys: list[bytes] = field(default_factory=list)
+    hit_tokens: int = 0
+    replay_start: int = 0
+    source: int = 0
+    snapshots: dict[int, int] = field(default_factory=dict)
+    output_edges: list[int] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)
 
     def __post_init__(self):
         if not isinstance(self.id, str):
             raise TypeError(f"id: expected a string, got {self.id!r}")
+        if not isinstance(self.cache_salt, str):
+            raise TypeError(f"cache_salt: expected a string, got {self.cache_salt!r}")
         if not isinstance(self.params, SamplingParams):
             raise TypeError(f"params: expected SamplingParams, got {self.params!r}")
         self.prompt_ids = [check_int(f"prompt_ids[{i}]", token, 0) for i, token in enumerate(self.prompt_ids)]

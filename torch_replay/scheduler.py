@@ -7,61 +7,13 @@ ways: `reserved` for the window groups of requests that still prefill, and `owed
 """
 
 from bisect import insort
-from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Optional
 
+from torch_replay.block_pool import BlockPool
 from torch_replay.drafter import Drafter
+from torch_replay.prefix_cache import Hit, PrefixCache
 from torch_replay.request import FINISH_REASONS, Request, check_int
-
-
-class BlockPool:
-    """Block ids 1 .. num_blocks - 1, handed out first in, first out; 0 is the null block and never handed out.
-
-    A freed block is pending until the next `begin_step`: the step that frees it may still read it. Raises ValueError
-    for fewer than 2 blocks, and for freeing what is not in use.
-    """
-
-    def __init__(self, num_blocks: int):
-        self.num_blocks = check_int("num_blocks", num_blocks, 2)
-        self._free = deque(range(1, num_blocks))
-        self._pending: list[int] = []
-        self._used: set[int] = set()
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that `allocate` can give now."""
-        return len(self._free)
-
-    @property
-    def num_pending(self) -> int:
-        """Blocks that the next `begin_step` makes free."""
-        return len(self._pending)
-
-    @property
-    def num_used(self) -> int:
-        return len(self._used)
-
-    def begin_step(self) -> None:
-        self._free.extend(self._pending)
-        self._pending.clear()
-
-    def allocate(self, count: int) -> Optional[list[int]]:
-        """`count` block ids, or None (and nothing taken) if fewer are free."""
-        if check_int("count", count, 0) > len(self._free):
-            return None
-        ids = [self._free.popleft() for _ in range(count)]
-        self._used.update(ids)
-        return ids
-
-    def free(self, ids: Iterable[int]) -> None:
-        """Gives blocks back; zeros are skipped. Raises ValueError, having freed nothing, if one is not in use."""
-        ids = [i for i in ids if i != 0]
-        if len(set(ids)) < len(ids) or not self._used.issuperset(ids):
-            raise ValueError(f"ids: expected blocks in use, each once, got {ids}")
-        self._used.difference_update(ids)
-        self._pending.extend(ids)
 
 
 @dataclass(frozen=True)
@@ -72,6 +24,16 @@ class KVGroup:
     name: str
     num_blocks: int
     sliding_window: Optional[int] = None
+
+    @property
+    def prefix_cacheable(self) -> bool:
+        """Whether its blocks are shared by prefix; those of a sliding window are private."""
+        return self.sliding_window is None
+
+    @property
+    def prefix_replay_tokens(self) -> int:
+        """Tokens before a prefix hit that the group needs computed again."""
+        return self.sliding_window or 0
 
 
 @dataclass(frozen=True)
@@ -86,11 +48,13 @@ class Prefill:
 
 @dataclass
 class Plan:
-    """One step. drafts[i] belong to decodes[i]. preempted: lost their blocks and index in the making of this plan."""
+    """One step. drafts[i] belong to decodes[i]. admitted: got an index in the making of this plan, and prefill in it.
+    preempted: lost their blocks and index."""
 
     prefills: list[Prefill] = field(default_factory=list)
     decodes: list[Request] = field(default_factory=list)
     drafts: list[list[int]] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
 
     @property
@@ -107,13 +71,17 @@ class Scheduler:
     most prefill_budget tokens in at most prefill_rows chunks of at most chunk_size. num_spec: most drafts of a row.
     drafter: see `drafter.Drafter`; what it raises comes out of `schedule`, which can be called again.
 
+    prefix_cache: requests take over what earlier ones with the same first tokens left behind, see `prefix_cache`. The
+    model then has num_snapshots snapshots of its states at multiples of state_block_size tokens (None: it has no
+    state-space layers).
+
     Requests are admitted in order of arrival, and those admitted first have the first claim on blocks: the oldest
     admitted request is never preempted and advances in every step, so every request finishes. The engine calls, in
-    turn, `schedule`, then `finish` for the requests that ended, or `recover` if the step failed. A plan is empty only
-    if nothing is left to do.
+    turn, `schedule`, then `advance` for each request that a forward has run, and `finish` for those that ended, or
+    `recover` if the step failed. A plan is empty only if nothing is left to do.
 
     Raises TypeError or ValueError for sizes that are no positive integers (num_spec may be 0), fewer than two blocks,
-    and groups of the same name.
+    and groups of the same name; for a prefix cache also as `PrefixCache` says.
     """
 
     def __init__(
@@ -128,6 +96,9 @@ class Scheduler:
         prefill_rows: int,
         num_spec: int,
         drafter: Drafter,
+        prefix_cache: bool = False,
+        num_snapshots: Optional[int] = None,
+        state_block_size: Optional[int] = None,
     ):
         self.max_num_seqs = check_int("max_num_seqs", max_num_seqs, 1)
         self.max_model_len = check_int("max_model_len", max_model_len, 2)
@@ -141,12 +112,21 @@ class Scheduler:
         if len(set(names)) != len(names):
             raise ValueError(f"groups: expected different names, got {names}")
         self.groups = list(groups)
-        self.full_groups = [group for group in groups if group.sliding_window is None]
-        self.window_groups = [group for group in groups if group.sliding_window is not None]
+        self.full_groups = [group for group in groups if group.prefix_cacheable]
+        self.window_groups = [group for group in groups if not group.prefix_cacheable]
         for group in self.window_groups:
             check_int(f"sliding_window of group {group.name!r}", group.sliding_window, 1)
         self.pools = {group.name: BlockPool(group.num_blocks) for group in groups}
+        self.prefix: Optional[PrefixCache] = None
+        if prefix_cache:
+            self.prefix = PrefixCache(
+                {group.name: self.pools[group.name] for group in self.full_groups}, block_size,
+                max((group.prefix_replay_tokens for group in groups), default=0),
+                None if num_snapshots is None else BlockPool(1 + check_int("num_snapshots", num_snapshots, 1)),
+                block_size if state_block_size is None else state_block_size)
+        snapshots = [self.prefix.snapshots] if self.prefix and self.prefix.snapshots else []
         self.indices = BlockPool(max_num_seqs + 1)  # index i is its block i + 1: the same rule on reuse
+        self._all_pools = [*self.pools.values(), *snapshots, self.indices]
         self.waiting: list[Request] = []  # by arrival
         self.running: list[Request] = []  # by admission
         self._live: dict[str, Request] = {}
@@ -201,6 +181,13 @@ class Scheduler:
             self.finish(request, "abort")
         return request is not None
 
+    def advance(self, request: Request, count: int, drafts: Optional[list[int]] = None) -> None:
+        """After a forward of this step: `count` more tokens of the request are computed, and what it filled is
+        published. drafts: accepted ones among them, which the request does not list yet."""
+        before, request.num_computed = request.num_computed, request.num_computed + count
+        if self.prefix is not None and request.index >= 0:  # a callback may have aborted it meanwhile
+            self.prefix.settle(request, before, drafts or [])
+
     def recover(self, plan: Plan) -> None:
         """After a step that failed: its requests lose their caches and wait, in order of arrival, to be computed again.
 
@@ -224,7 +211,7 @@ class Scheduler:
         """The next step. Its blocks are in the tables of its requests when this returns."""
         for request in self.running:
             self.release_window(request)
-        for pool in (*self.pools.values(), self.indices):
+        for pool in self._all_pools:
             pool.begin_step()
         self._owed = 0
         self._reserve()
@@ -261,6 +248,8 @@ class Scheduler:
         drafts = list(self.drafter.propose(request.tokens, limit))[:limit] if limit > 0 else []
         while drafts and not self._cover(request, request.num_tokens + len(drafts) + 1):
             drafts.pop()
+        if self.prefix is not None:
+            self.prefix.claim(request, request.num_computed, request.num_tokens + len(drafts), prefilling=False)
         plan.decodes.append(request)
         plan.drafts.append(drafts)
 
@@ -274,10 +263,14 @@ class Scheduler:
             elif self.waiting and not plan.preempted and self._admit(self.waiting[0]):
                 request = self.waiting.pop(0)
                 self.running.append(request)
+                plan.admitted.append(request)
             else:
                 break
             start = request.num_computed
             length = min(self.chunk_size, budget, request.num_tokens - start)
+            if self.prefix is not None:
+                length = self.prefix.chunk_end(request, start, start + length) - start
+                self.prefix.claim(request, start, start + length, prefilling=True)
             self._take(request, self._missing(request, self.window_groups, start + length))
             self._reserve()
             plan.prefills.append(Prefill(request, start, length, start + length == request.num_tokens))
@@ -285,14 +278,29 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         """Gives a request an index and its blocks in the full groups, if those and a reserve in the window groups, for
-        all its present tokens and one more, are there."""
-        needs = {group.name: self._blocks_held(group, request.num_tokens, self._cap(request, request.num_tokens + 1))
-                 for group in self.groups}
-        if not self.indices.num_free or any(self._room(name) < need for name, need in needs.items()):
+        all its present tokens and one more, are there. What a prefix hit covers is shared, or will be replayed."""
+        if not self.indices.num_free:
             return False
+        hit, keys = Hit(), []
+        if self.prefix is not None:
+            hit = self.prefix.lookup(request)
+            keys = self.prefix.block_keys(request, hit.boundary)
+        tokens, fresh = self._cap(request, request.num_tokens + 1), {}
+        for group in self.groups:
+            fresh[group.name] = need = self._blocks_held(group, request.num_tokens - hit.start, tokens)
+            if group.prefix_cacheable:
+                fresh[group.name] -= len(keys)
+                need -= sum(self.pools[group.name].holds(key) for key in keys)
+            if self._room(group.name) < need:
+                return False
         request.index = self.indices.allocate(1)[0] - 1
-        request.tables = {name: [] for name in self.pools}
-        self._take(request, {group.name: needs[group.name] for group in self.full_groups})
+        for group in self.full_groups:
+            request.tables[group.name] = [self.pools[group.name].share(key) for key in keys]
+        for group in self.window_groups:
+            request.tables[group.name] = [0] * (hit.start // self.block_size)
+        if self.prefix is not None:
+            self.prefix.adopt(request, hit)
+        self._take(request, {group.name: fresh[group.name] for group in self.full_groups})
         return True
 
     def _preempt(self, request: Request, plan: Plan) -> None:
@@ -303,14 +311,18 @@ class Scheduler:
 
     def _requeue(self, request: Request) -> None:
         self._release(request)
-        request.num_computed = 0
+        request.num_computed = request.replay_start = request.hit_tokens = 0
+        request.prompt_logprobs.clear()
+        request.prefix_keys.clear()  # the failed step may have named tokens that the request never got
         insort(self.waiting, request, key=lambda other: other.arrival)
 
     def _release(self, request: Request) -> None:
         """Takes an admitted request's blocks and index."""
         self.running.remove(request)
         for name, table in request.tables.items():
-            self.pools[name].free(table)
+            self.pools[name].free(reversed(table))  # a prefix is evicted from its end
+        if self.prefix is not None:
+            self.prefix.drop(request)
         self.indices.free([request.index + 1])
         request.tables = {name: [] for name in self.pools}
         request.index = -1
@@ -324,8 +336,8 @@ class Scheduler:
             for group in self.window_groups:
                 uncomputed = request.num_tokens - request.num_computed
                 most = self._blocks_held(group, uncomputed, self._cap(request, request.num_tokens + 1))
-                table = request.tables[group.name]
-                self._reserved[group.name] += most - (len(table) - min(self._dead_blocks(request, group), len(table)))
+                held = request.tables[group.name][self._dead_blocks(request, group) :]
+                self._reserved[group.name] += most - sum(block != 0 for block in held)
 
     def _room(self, name: str, next_step: bool = False) -> int:
         """Free blocks that nobody has a claim on, now or at the next step."""

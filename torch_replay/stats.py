@@ -1,16 +1,20 @@
 """What a run did: tokens and seconds, acceptance, flushes, state traffic, and what the compiler did."""
 
 import contextlib
+from dataclasses import asdict
+from typing import Optional
 
 from torch._dynamo.utils import counters
 
 from .memory import ModelMemory
+from .prefix_cache import PrefixCache
 
 
 class Stats:
     """Counts of an engine's steps. Rates are None until there is something to divide by."""
 
-    def __init__(self, memory: ModelMemory):
+    def __init__(self, memory: ModelMemory, prefix: Optional[PrefixCache] = None):
+        self.prefix = prefix
         layers = [layer for states in memory.states.values() for layer in states.layers]
         self._state_bytes = sum(layer.state_bytes() for layer in layers)
         self._ring_bytes = sum(layer.ring_row_bytes() for layer in layers)
@@ -69,7 +73,14 @@ class Stats:
             "state_bytes_per_token": with_replay if self.replay else plain,
             "state_bytes_per_token_replay": with_replay,
             "state_bytes_per_token_plain": plain,
+            **self._prefix_counts(),
         }
+
+    def _prefix_counts(self) -> dict:
+        if self.prefix is None:
+            return {}
+        counts = {f"prefix_{name}": value for name, value in asdict(self.prefix.counts).items()}
+        return {**counts, "prefix_evictions": self.prefix.evictions}
 
 
 class CompileCounts:

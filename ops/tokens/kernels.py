@@ -101,6 +101,101 @@ def compute_slot_mappings(
             (rows + 1).bit_length(), BLOCK=TOKENS, num_warps=4)
 
 
+@jit_once
+def _pad_replayed_kernel(
+    p_slots, slots_group, slots_token, p_groups, groups_stride, p_start, start_stride, p_positions, positions_stride,
+    p_replay, replay_stride, p_lens, lens_stride, tokens, rows, window, steps, BLOCK: tl.constexpr,
+):
+    i_group = tl.load(p_groups + tl.program_id(1) * groups_stride).to(tl.int64)
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row, index, real = _find_rows(p_start, start_stride, p_lens, lens_stride, o, tokens, rows, steps)
+    position = tl.load(p_positions + o * positions_stride, mask=real, other=-1).to(tl.int64)
+    start = tl.load(p_replay + row * replay_stride, mask=real, other=0).to(tl.int64)
+    replayed = real & (start > 0) & (position >= start) & (position < start + window)
+    none = tl.zeros_like(o) - 1
+    tl.store(p_slots + i_group * slots_group + o * slots_token, none, mask=replayed)
+
+
+def pad_replayed_slots(
+    slot_mappings, cacheable_groups, query_start_loc, positions, replay_start, query_lens=None, *, window
+) -> None:
+    """One program for each 256 tokens of a cacheable group."""
+    tokens, rows, groups = positions.shape[0], replay_start.shape[0], cacheable_groups.shape[0]
+    start, lens = _layout(query_start_loc, query_lens)
+    if tokens and groups:
+        _pad_replayed_kernel[(triton.cdiv(tokens, TOKENS), groups)](
+            slot_mappings, *slot_mappings.stride(), cacheable_groups, cacheable_groups.stride(0), *start, positions,
+            positions.stride(0), replay_start, replay_start.stride(0), *lens, tokens, rows, window,
+            (rows + 1).bit_length(), BLOCK=TOKENS, num_warps=4)
+
+
+@jit_once
+def _gather_rows_kernel(
+    p_rows, rows_stride, p_kept_start, kept_start_stride, p_kept_positions, kept_positions_stride, p_kept_slots,
+    kept_slots_group, kept_slots_token, p_kv_start, kv_start_stride, p_start, start_stride, p_dropped, dropped_stride,
+    p_seq_lens, seq_stride, p_replay, replay_stride, p_positions, positions_stride, p_slots, slots_group, slots_token,
+    p_lens, lens_stride, kept, batch, groups, window, steps, BLOCK: tl.constexpr,
+):
+    """Kept tokens and rows of equal numbers, side by side."""
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    # the row of a kept token: as in _find_rows, over starts that are a difference
+    low = tl.zeros_like(o)
+    high = low + batch + 1
+    for _ in range(steps):
+        middle = (low + high) // 2
+        open_ = low < high
+        begin = tl.load(p_start + middle * start_stride, mask=open_, other=0).to(tl.int64)
+        begin -= tl.load(p_dropped + middle * dropped_stride, mask=open_, other=0)
+        above = open_ & (begin <= o)
+        high = tl.where(open_ & (above == 0), middle, high)
+        low = tl.where(above, middle + 1, low)
+    row = low - 1
+    real = (o < kept) & (row >= 0) & (row < batch)
+    first = tl.load(p_start + row * start_stride, mask=real, other=0).to(tl.int64)
+    after = tl.load(p_start + (row + 1) * start_stride, mask=real, other=0).to(tl.int64)
+    kept_after = after - tl.load(p_dropped + (row + 1) * dropped_stride, mask=real, other=0)
+    end = after
+    if p_lens is not None:
+        end = first + tl.load(p_lens + row * lens_stride, mask=real, other=0)
+    source = end - (kept_after - o)
+    tl.store(p_rows + o * rows_stride, source, mask=real)
+    position = tl.load(p_positions + source * positions_stride, mask=real, other=0).to(tl.int64)
+    tl.store(p_kept_positions + o * kept_positions_stride, position, mask=real)
+    for group in range(groups):
+        slot = tl.load(p_slots + group * slots_group + source * slots_token, mask=real, other=0)
+        tl.store(p_kept_slots + group * kept_slots_group + o * kept_slots_token, slot, mask=real)
+
+    inside = o <= batch
+    begin = tl.load(p_start + o * start_stride, mask=inside, other=0).to(tl.int64)
+    before = tl.load(p_dropped + o * dropped_stride, mask=inside, other=0).to(tl.int64)
+    tl.store(p_kept_start + o * kept_start_stride, (begin - before).to(tl.int32), mask=inside)
+    inside = o < batch
+    after = tl.load(p_start + (o + 1) * start_stride, mask=inside, other=0).to(tl.int64)
+    count = after - tl.load(p_dropped + (o + 1) * dropped_stride, mask=inside, other=0) - (begin - before)
+    length = after - begin
+    if p_lens is not None:
+        length = tl.load(p_lens + o * lens_stride, mask=inside, other=0).to(tl.int64)
+    replay = tl.load(p_replay + o * replay_stride, mask=inside, other=0).to(tl.int64)
+    near = tl.load(p_seq_lens + o * seq_stride, mask=inside, other=0).to(tl.int64) - window
+    lowest = tl.where(count < length, tl.maximum(replay, near), replay)
+    tl.store(p_kv_start + o * kv_start_stride, lowest.to(tl.int32), mask=inside)
+
+
+def gather_replay_rows(
+    rows, kept_query_start_loc, kept_positions, kept_slot_mappings, kept_kv_start, query_start_loc, dropped_before,
+    seq_lens, replay_start, positions, slot_mappings, query_lens=None, *, window
+) -> None:
+    """One program for each 256 kept tokens or rows."""
+    kept, batch = rows.shape[0], seq_lens.shape[0]
+    start, lens = _layout(query_start_loc, query_lens)
+    _gather_rows_kernel[(triton.cdiv(max(kept, batch + 1), TOKENS),)](
+        rows, rows.stride(0), kept_query_start_loc, kept_query_start_loc.stride(0), kept_positions,
+        kept_positions.stride(0), kept_slot_mappings, *kept_slot_mappings.stride(), kept_kv_start,
+        kept_kv_start.stride(0), *start, dropped_before, dropped_before.stride(0), seq_lens, seq_lens.stride(0),
+        replay_start, replay_start.stride(0), positions, positions.stride(0), slot_mappings, *slot_mappings.stride(),
+        *lens, kept, batch, slot_mappings.shape[0], window, (batch + 1).bit_length(), BLOCK=TOKENS, num_warps=4)
+
+
 @triton.jit(do_not_specialize=["p_slots", "slots_stride"])
 def _write_kv_kernel(
     p_cache, cache_block, cache_offset, cache_side, cache_head, cache_dim, p_k, k_token, k_head, k_dim, p_v, v_token,

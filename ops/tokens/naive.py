@@ -54,6 +54,33 @@ def compute_slot_mappings(
     slot_mappings.copy_(torch.where(real, slots, -1))
 
 
+def pad_replayed_slots(
+    slot_mappings, cacheable_groups, query_start_loc, positions, replay_start, query_lens=None, *, window
+) -> None:
+    row, _, real = token_rows(query_start_loc, query_lens, positions.shape[0])
+    start = replay_start.long()[row]
+    replayed = real & (start > 0) & (positions >= start) & (positions < start + window)
+    group = torch.arange(slot_mappings.shape[0], device=row.device)
+    cacheable = (group[:, None] == cacheable_groups).any(1)
+    slot_mappings.masked_fill_(cacheable[:, None] & replayed, -1)
+
+
+def gather_replay_rows(
+    rows, kept_query_start_loc, kept_positions, kept_slot_mappings, kept_kv_start, query_start_loc, dropped_before,
+    seq_lens, replay_start, positions, slot_mappings, query_lens=None, *, window
+) -> None:
+    start = (query_start_loc - dropped_before).long()
+    q, kept = real_lengths(query_start_loc, query_lens), start.diff()
+    row, index, real = token_rows(start, None, rows.shape[0])
+    source = torch.where(real, query_start_loc.long()[row] + (q - kept)[row] + index, 0)
+    kept_query_start_loc.copy_(start)
+    kept_kv_start.copy_(torch.where(kept < q, torch.maximum(replay_start, seq_lens - window), replay_start))
+    if positions.shape[0]:
+        rows.copy_(torch.where(real, source, rows))
+        kept_positions.copy_(torch.where(real, positions[source], kept_positions))
+        kept_slot_mappings.copy_(torch.where(real, slot_mappings[:, source], kept_slot_mappings))
+
+
 def write_kv(cache, k, v, slot_mapping) -> None:
     block_size = cache.shape[1]
     kept = (slot_mapping >= block_size).nonzero().squeeze(1)

@@ -9,6 +9,9 @@ layouts use this:
 
 Everything else (tokens i >= q of a row, tokens past the last row) is filler and gets the value that means "nothing".
 
+After a prefix hit the window of keys before it is computed again, from `replay_start` on ("bounded replay"). What the
+other groups hold there is shared, and exact where the new values are not: `pad_replayed_slots` keeps it.
+
 Sizes: B batch rows, reqs request slots, G cache groups, C block-table columns, KVH key/value heads, D head dim. A slot
 is `block * block_size + offset`; block 0 is the null block, which is never written; slot -1 (PAD_SLOT) means no slot.
 """
@@ -129,6 +132,123 @@ def compute_slot_mappings(
     shapes("positions", positions, "tokens", INDEX)
     shapes("block_sizes", block_sizes, "G", INDEX)
     require(shapes.C >= 1, shapes.op, "block_tables", f"of {shapes.C} columns", "1 or more")
+
+
+def _pad_values(slot_mappings, cacheable_groups, query_start_loc, positions, replay_start, query_lens=None, *,
+                window) -> None:
+    op = "pad_replayed_slots"
+    require_range(op, "cacheable_groups", cacheable_groups, 0, slot_mappings.shape[0] - 1)
+    check_layout_values(op, query_start_loc, query_lens, positions.shape[0])
+    require_range(op, "replay_start", replay_start, 0, 2**31 - 1)
+
+
+@register(mutates=("slot_mappings",), cpu=naive.pad_replayed_slots,
+          cuda="torch_replay.ops.tokens.kernels", check_values=_pad_values)
+def pad_replayed_slots(
+    slot_mappings: Tensor,
+    cacheable_groups: Tensor,
+    query_start_loc: Tensor,
+    positions: Tensor,
+    replay_start: Tensor,
+    query_lens: Optional[Tensor] = None,
+    *,
+    window: int,
+) -> None:
+    """Takes the slots of replayed tokens away, so that nothing shared is overwritten; before any metadata is built.
+
+    A token is replayed if its row has a `replay_start` above 0 and `replay_start <= position < replay_start + window`.
+    Since positions decide, the chunks of a prompt may end anywhere.
+
+    Args:
+        slot_mappings: [G, tokens] int64. Mutated: -1 at replayed tokens, in the rows of `cacheable_groups` alone; the
+            window groups' own slots stay.
+        cacheable_groups: [n], groups whose blocks the prefix cache shares.
+        query_start_loc: [B + 1]. query_lens: [B] or None. See the head of this file.
+        positions: [tokens]. replay_start: [B], by row; 0: the row replays nothing.
+        window: tokens replayed, the attention window.
+
+    Raises:
+        ValueError: shapes, dtypes, a window below 1; on a CPU also a group out of range, a bad layout, a negative
+            start.
+    """
+    shapes = Shapes("pad_replayed_slots")
+    require(window >= 1, shapes.op, "window", window, "1 or more")
+    shapes("slot_mappings", slot_mappings, "G tokens", I64)
+    shapes("cacheable_groups", cacheable_groups, "n", INDEX)
+    shapes("replay_start", replay_start, "B", INDEX)
+    check_layout(shapes, query_start_loc, query_lens)
+    shapes("positions", positions, "tokens", INDEX)
+
+
+def _gather_values(rows, kept_query_start_loc, kept_positions, kept_slot_mappings, kept_kv_start, query_start_loc,
+                   dropped_before, seq_lens, replay_start, positions, slot_mappings, query_lens=None, *,
+                   window) -> None:
+    op = "gather_replay_rows"
+    check_layout_values(op, query_start_loc, query_lens, positions.shape[0])
+    kept = (query_start_loc - dropped_before).long()
+    require_range(op, "dropped_before", kept, 0, rows.shape[0])
+    each = kept.diff()
+    if ((each < 0) | (each > naive.real_lengths(query_start_loc, query_lens))).any():
+        fail(op, "dropped_before", dropped_before.tolist(), "values that leave every row 0 to q of its tokens")
+
+
+@register(mutates=("rows", "kept_query_start_loc", "kept_positions", "kept_slot_mappings", "kept_kv_start"),
+          cpu=naive.gather_replay_rows, cuda="torch_replay.ops.tokens.kernels", check_values=_gather_values)
+def gather_replay_rows(
+    rows: Tensor,
+    kept_query_start_loc: Tensor,
+    kept_positions: Tensor,
+    kept_slot_mappings: Tensor,
+    kept_kv_start: Tensor,
+    query_start_loc: Tensor,
+    dropped_before: Tensor,
+    seq_lens: Tensor,
+    replay_start: Tensor,
+    positions: Tensor,
+    slot_mappings: Tensor,
+    query_lens: Optional[Tensor] = None,
+    *,
+    window: int,
+) -> None:
+    """The last tokens of each row, packed one row after the other: the sub-batch that decoder-side replay runs on.
+
+    Row r keeps tokens `query_start_loc[r] - dropped_before[r]` up to `query_start_loc[r + 1] - dropped_before[r + 1]`
+    of the sub-batch; they are its last real ones. Only their number comes from the host, so that a row whose length the
+    device alone knows keeps its end.
+
+    Args:
+        rows: [n] int64. Mutated: the token that each kept one is.
+        kept_query_start_loc: [B + 1] int32. Mutated: all of it, `query_start_loc - dropped_before`.
+        kept_positions: [n] int64, kept_slot_mappings: [G, n] int64. Mutated: those of the kept tokens.
+        kept_kv_start: [B] int32. Mutated: all of it, the first position that a row's windows may look at: replay_start,
+            and not below `seq_len - window` if tokens were dropped, for then nothing has been written there.
+        query_start_loc: [B + 1]. query_lens: [B] or None. See the head of this file.
+        dropped_before: [B + 1], tokens (filler of the uniform layout included) that the rows before r lose.
+        seq_lens: [B]. replay_start: [B], 0: the row replays nothing. positions: [tokens]. slot_mappings: [G, tokens].
+        window: most tokens that a row keeps when it loses some.
+
+    Entries of rows, kept_positions and kept_slot_mappings past the kept tokens are left as they are.
+
+    Raises:
+        ValueError: shapes, dtypes, a window below 1; on a CPU also a bad layout, and rows that would keep less than 0
+            or more than q tokens, or more than n in all.
+    """
+    shapes = Shapes("gather_replay_rows")
+    require(window >= 1, shapes.op, "window", window, "1 or more")
+    shapes("rows", rows, "n", I64)
+    shapes("kept_positions", kept_positions, "n", I64)
+    shapes("kept_slot_mappings", kept_slot_mappings, "G n", I64)
+    shapes("kept_kv_start", kept_kv_start, "B", I32)
+    check_layout(shapes, query_start_loc, query_lens)
+    for name, value, dtypes in (("kept_query_start_loc", kept_query_start_loc, I32),
+                                ("dropped_before", dropped_before, INDEX)):
+        shapes(name, value, "B+1", dtypes)
+        require(value.shape[0] == shapes.B + 1, shapes.op, name, f"of shape {tuple(value.shape)}",
+                f"[B+1] with B = {shapes.B}")
+    shapes("seq_lens", seq_lens, "B", INDEX)
+    shapes("replay_start", replay_start, "B", INDEX)
+    shapes("positions", positions, "tokens", INDEX)
+    shapes("slot_mappings", slot_mappings, "G tokens", I64)
 
 
 def _write_values(cache, k, v, slot_mapping) -> None:

@@ -87,6 +87,44 @@ def mappings(rng: Rng, rows=4, tokens=1, sizes=(16,), longest=40, beyond=False, 
     return (slots, block_tables, start, positions, rng.tensor(sizes, index_dtype), lens), {}
 
 
+def padding(rng: Rng, rows=4, tokens=6, window=4, groups=3, cacheable=(0, 2), none=False, index_dtype=torch.int32,
+            **shape):
+    """Rows that replay, some from their first token on, some from a later chunk's middle, and rows that do not."""
+    start, lens, q, count = layout(rng, rows, tokens, dtype=index_dtype, **shape)
+    computed = rng.integers(0, 3 * window, rows, dtype=index_dtype)
+    replay = (computed - rng.integers(-2, window + 2, rows, dtype=index_dtype)).clamp(min=0)
+    if none:
+        replay.zero_()
+    elif rows > 2:
+        replay[2] = 0
+    positions = rng.integers(0, 3 * window, count, dtype=torch.int64)  # of filler: anything
+    for row, begin in enumerate(start[:-1].tolist()):
+        for index in range(int(q[row])):
+            positions[begin + index] = int(computed[row]) + index
+    slots = rng.integers(-1, 99, groups, count, dtype=torch.int64)
+    return (slots, rng.tensor(cacheable, index_dtype), start, positions, replay, lens), {"window": window}
+
+
+def gathering(rng: Rng, rows=4, tokens=6, window=3, groups=2, spare=2, keeps=(1,), index_dtype=torch.int32, **shape):
+    """Rows that lose tokens, rows that are short enough, and those in `keeps`, which keep all."""
+    start, lens, q, count = layout(rng, rows, tokens, dtype=index_dtype, **shape)
+    kept = torch.tensor([int(n) if row in keeps else min(int(n), window) for row, n in enumerate(q)])
+    kept_start = torch.cat([kept.new_zeros(1), kept.cumsum(0)])
+    dropped = (start.cpu() - kept_start).to(start.device, index_dtype)
+    n = int(kept_start[-1]) + spare
+    computed = rng.integers(0, 50, rows)
+    positions = rng.integers(0, 50, count, dtype=torch.int64)
+    for row, begin in enumerate(start[:-1].tolist()):
+        for index in range(int(q[row])):
+            positions[begin + index] = int(computed[row]) + index
+    replay = (computed - rng.integers(-2, 9, rows)).clamp(min=0)
+    outputs = (rng.tensor([GARBAGE] * n, torch.int64), rng.tensor([GARBAGE] * (rows + 1)),
+               rng.tensor([GARBAGE] * n, torch.int64), rng.tensor([[GARBAGE] * n] * groups, torch.int64),
+               rng.tensor([GARBAGE] * rows))
+    slots = rng.integers(-1, 99, groups, count, dtype=torch.int64)
+    return (*outputs, start, dropped, computed + q, replay, positions, slots, lens), {"window": window}
+
+
 def write(rng: Rng, tokens=5, block_size=16, kv_heads=2, dim=64, blocks=4, skipped=2, strided=False, layered=False,
           cache_dtype=None, index_dtype=torch.int64):
     """skipped: tokens without a slot. layered: the cache is one layer of a pool whose blocks hold all layers."""
@@ -119,6 +157,24 @@ SAMPLES = table("prepare_positions", positions_of, {
     "beyond_the_table": dict(rows=3, tokens=6, sizes=(4, 8), beyond=True, tail=1),
     "slots_beyond_32_bits": dict(rows=3, tokens=4, sizes=(16, 100), huge=True),
     "no_tokens": dict(rows=2, padded=2),
+}) + table("pad_replayed_slots", padding, {
+    "typical": dict(rows=4, tokens=9),
+    "ragged_tail": dict(rows=5, tokens=7, tail=6, padded=1, groups=4, cacheable=(3, 0)),
+    "uniform_ragged_padded": dict(rows=5, tokens=4, uniform=True, padded=2, tail=3),
+    "one_token_window_1_int64": dict(rows=1, tokens=1, window=1, groups=1, cacheable=(0,), index_dtype=torch.int64),
+    "several_blocks_of_tokens": dict(rows=3, tokens=300, window=100),
+    "nothing_replays": dict(rows=3, none=True),
+    "no_cacheable_group": dict(rows=3, cacheable=()),
+    "no_tokens": dict(rows=2, padded=2),
+}) + table("gather_replay_rows", gathering, {
+    "typical": dict(rows=4, tokens=9),
+    "ragged_tail": dict(rows=5, tokens=7, tail=6, padded=1, groups=3),
+    "uniform_ragged_padded": dict(rows=5, tokens=6, uniform=True, padded=2, tail=3),
+    "one_row_int64": dict(rows=1, tokens=33, window=8, ragged=False, keeps=(), groups=1, index_dtype=torch.int64),
+    "several_blocks_of_tokens": dict(rows=3, tokens=400, window=150),
+    "nothing_dropped": dict(rows=3, tokens=3, window=8, spare=0),
+    "many_rows": dict(rows=300, tokens=2, window=1, uniform=True),
+    "no_tokens": dict(rows=2, padded=2, spare=0),
 }) + table("write_kv", write, {
     "typical": dict(tokens=8),
     "strided": dict(tokens=7, strided=True),

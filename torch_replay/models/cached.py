@@ -4,7 +4,7 @@ Both routes take tokens as `[rows, T]` of which the first `query_lens[row]` are 
 `output` of each mixer with training, and leave the caches so that either route may follow.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Optional
 
 import torch
@@ -13,6 +13,16 @@ from torch import Tensor
 from .. import ops
 from ..replay_context import ReplayContext
 from .layers import rope_rows
+
+
+@dataclass
+class AttnMetadata:
+    """What the layers of one KV kind read in a step."""
+
+    block_table: Tensor  # [B, C] int32
+    slot_mapping: Tensor  # [tokens] int64
+    indices: Optional[Tensor] = None  # [tokens, window] int32, of sliding windows
+    lens: Optional[Tensor] = None  # [tokens] int32
 
 
 @dataclass
@@ -27,21 +37,39 @@ class Batch:
     conv_slots: dict[str, Tensor]  # by family, [B] int32, 0 for padded rows
     state_slots: dict[str, Tensor]  # by family, [B] int32, likewise
     token_slots: dict[str, Optional[Tensor]]  # by family, [B, T] or None
-    block_tables: dict[str, Tensor]  # by KV kind, [B, C] int32
-    slot_mappings: dict[str, Tensor]  # by KV kind, [tokens] int64
-    swa_indices: Optional[Tensor] = None  # [tokens, window]
-    swa_lens: Optional[Tensor] = None  # [tokens]
+    attn: dict[str, AttnMetadata] = field(default_factory=dict)  # by KV kind
     engram: Optional[list[tuple[Tensor, Tensor]]] = None  # by engram layer, see graphs/engram.py
+    tail: Optional["TailBatch"] = None  # decoder-side replay, in steps that drop tokens
+
+
+@dataclass
+class TailBatch:
+    """The tokens that the last `decoder_replay_layers` sublayers run on."""
+
+    rows: Tensor  # [kept] int64, which tokens of the whole batch
+    batch: Batch  # of the kept tokens, one row after the other; has metadata for sliding windows alone
 
 
 def forward_hidden(model, memory, input_ids: Tensor, batch: Batch, prefill: bool) -> Tensor:
     """ids [B, T] -> residual stream [B, T, hidden] after the last sublayer; caches and rings are written.
 
+    Tokens that decoder-side replay dropped come out as zero, and the caches of its layers do not get them.
     Cursors are not: the caller commits them once it knows what was accepted.
     """
     rope = rope_rows(model.rope, batch.positions.view(input_ids.shape))
     x = model.embedding(input_ids)
-    for layer, place in zip(model.layers, memory.place):
+    layers = list(zip(model.layers, memory.place))
+    if batch.tail is None:
+        return _run_layers(layers, memory, x, rope, batch, prefill)
+    cut = len(layers) - model.config.decoder_replay_layers
+    x, tail = _run_layers(layers[:cut], memory, x, rope, batch, prefill), batch.tail
+    kept, rope = x.flatten(0, 1)[tail.rows][None], rope_rows(model.rope, tail.batch.positions[None])
+    kept = _run_layers(layers[cut:], memory, kept, rope, tail.batch, prefill)
+    return torch.zeros_like(x).flatten(0, 1).index_copy(0, tail.rows, kept[0]).view_as(x)
+
+
+def _run_layers(layers, memory, x, rope, batch, prefill) -> Tensor:
+    for layer, place in layers:
         h = layer.norm(x)
         if layer.kind == "mlp":
             y = layer.mixer(h)
@@ -58,12 +86,13 @@ def forward_hidden(model, memory, input_ids: Tensor, batch: Batch, prefill: bool
 
 def _attention(mixer, kind, cache, h, rope, batch):
     q, k, v = (t.flatten(0, 1) for t in mixer.project(h, rope))
-    ops.write_kv(cache, k, v, batch.slot_mappings[kind])
+    attn = batch.attn[kind]
+    ops.write_kv(cache, k, v, attn.slot_mapping)
     if kind == "swa":
-        out = ops.swa_attention(q, cache, batch.swa_indices, batch.swa_lens, scale=mixer.scale)
+        out = ops.swa_attention(q, cache, attn.indices, attn.lens, scale=mixer.scale)
     else:
-        out = ops.paged_attention(q, cache, batch.block_tables[kind], batch.seq_lens, batch.query_start_loc,
-                                  batch.query_lens, scale=mixer.scale)
+        out = ops.paged_attention(q, cache, attn.block_table, batch.seq_lens, batch.query_start_loc, batch.query_lens,
+                                  scale=mixer.scale)
     return mixer.output(out.unflatten(0, h.shape[:2]))
 
 

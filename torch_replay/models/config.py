@@ -15,8 +15,11 @@ class HybridConfig:
     """Sizes of a `HybridModel`; every pattern needs all of them, so that any pattern is one edit away.
 
     `pattern` names the residual sublayers from the embedding to the final norm, each one of `LAYER_KINDS`. Letters in
-    the comments are those that the ops use for the same size. Raises ValueError, naming field, value got and value
-    expected, when a size is no positive integer, a head count does not divide by its group count, or a kind is unknown.
+    the comments are those that the ops use for the same size. The last `decoder_replay_layers` sublayers, sliding
+    windows and MLPs alone, an engine runs on the last window of a prompt only.
+
+    Raises ValueError, naming field, value got and value expected, when a size is no positive integer, a head count does
+    not divide by its group count, a kind is unknown, or a sublayer of another kind would be in that tail.
     """
 
     vocab_size: int
@@ -40,6 +43,7 @@ class HybridConfig:
     conv_width: int = 4
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
+    decoder_replay_layers: int = 0
     engram_order: int = 3  # n: n-grams of 2 to n tokens
     engram_heads: int = 4  # H, table rows read for each order
     engram_dim: int = 16  # D, values of a table row
@@ -52,7 +56,7 @@ class HybridConfig:
         for field in dataclasses.fields(self):
             if field.name in _REAL_FIELDS:
                 _check_real(field.name, getattr(self, field.name))
-            elif field.name not in ("pattern", "eos_token_id", "engram_vocab_size"):
+            elif field.name not in ("pattern", "eos_token_id", "decoder_replay_layers", "engram_vocab_size"):
                 _check_size(field.name, getattr(self, field.name))
         _check_divides(self, "mamba_heads", "mamba_groups")
         _check_divides(self, "gdn_value_heads", "gdn_key_heads")
@@ -67,6 +71,12 @@ class HybridConfig:
         eos = self.eos_token_id
         if not _is_int(eos) or not 0 <= eos < self.vocab_size:
             raise ValueError(f"eos_token_id: got {eos!r}, expected an integer in [0, {self.vocab_size})")
+        _check_tail(self.decoder_replay_layers, self.pattern)
+
+    @property
+    def decoder_replay_windows(self) -> int:
+        """Sliding-window layers of the tail that `decoder_replay_layers` names."""
+        return self.pattern[len(self.pattern) - self.decoder_replay_layers :].count("swa")
 
     @property
     def mamba_inner(self) -> int:
@@ -154,3 +164,14 @@ def _check_pattern(pattern):
     for kind in pattern:
         if kind not in LAYER_KINDS:
             raise ValueError(f"pattern: got {kind!r}, expected each entry to be one of {', '.join(LAYER_KINDS)}")
+
+
+def _check_tail(count, pattern):
+    if not _is_int(count) or not 0 <= count <= len(pattern):
+        raise ValueError(f"decoder_replay_layers: got {count!r}, expected an integer in [0, {len(pattern)}]")
+    for index in range(len(pattern) - count, len(pattern)):
+        if pattern[index] not in ("swa", "mlp"):
+            raise ValueError(f"decoder_replay_layers: got {count}, which takes in sublayer {index} of kind "
+                             f"{pattern[index]}, expected a tail of swa and mlp alone: the others need every token")
+    if count and "swa" not in pattern[len(pattern) - count :]:
+        raise ValueError(f"decoder_replay_layers: got {count}, expected a tail with a swa layer")

@@ -1,0 +1,208 @@
+"""What requests may take over from earlier ones that began with the same tokens. Pure Python: no tensors.
+
+Three kinds of memory follow three rules:
+
+    full attention   blocks are shared: a block stands for all tokens up to its end
+    sliding window   private: the last window before the hit is computed again ("replayed"), from tokens alone
+    state space      a snapshot of the state, published where a step ended on, or crossed, an edge of a state block
+
+A request that hits at boundary H therefore starts at `H - window`, where the snapshot must stand, and keeps all blocks
+of full attention up to H. Between `H - window` and H it overwrites nothing that is shared: what it computes there is
+an approximation, because the window's keys below its start are missing. For the same reason it publishes snapshots
+only beyond H.
+"""
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import gcd
+from typing import Optional
+
+from torch_replay.block_pool import BlockPool
+from torch_replay.request import Request, check_int
+
+
+@dataclass(frozen=True)
+class Hit:
+    """boundary: H, tokens that need not be computed but for the replay. start: the first token to compute."""
+
+    boundary: int = 0
+    start: int = 0
+
+
+@dataclass
+class CacheCounts:
+    """hits: admissions that took something over. hit_tokens: their boundaries, summed. replayed_tokens: computed again
+    below the boundary. published_blocks, published_snapshots: made available to others."""
+
+    hits: int = 0
+    hit_tokens: int = 0
+    replayed_tokens: int = 0
+    published_blocks: int = 0
+    published_snapshots: int = 0
+
+
+class PrefixCache:
+    """Finds and publishes prefixes in the pools of a scheduler.
+
+    full_pools: pools of the full-attention groups by name, blocks of block_size tokens. replay_window: the largest
+    attention window, 0 without sliding-window layers. snapshots: pool of snapshots, None without state-space layers;
+    they stand at multiples of state_block_size. Without full attention and snapshots nothing ever hits.
+
+    Raises ValueError if there are snapshots and replay_window is no multiple of state_block_size: the start of a
+    replay would not be where a snapshot stands.
+    """
+
+    def __init__(self, full_pools: dict[str, BlockPool], block_size: int, replay_window: int = 0,
+                 snapshots: Optional[BlockPool] = None, state_block_size: int = 1):
+        self.full_pools, self.block_size = full_pools, block_size
+        self.replay_window = check_int("replay_window", replay_window, 0)
+        self.snapshots = snapshots
+        self.state_block_size = check_int("state_block_size", state_block_size, 1)
+        if snapshots is not None and replay_window % state_block_size:
+            raise ValueError(f"state_block_size: expected a divisor of the attention window {replay_window}, so that "
+                             f"a snapshot stands where a replay starts, got {state_block_size}")
+        # keys are made at every position where a block or a snapshot may end
+        ends = [block_size] * bool(full_pools) + [state_block_size] * (snapshots is not None)
+        self.key_step = gcd(*ends) if ends else block_size
+        self.counts = CacheCounts()
+
+    @property
+    def evictions(self) -> int:
+        pools = [*self.full_pools.values(), *([self.snapshots] if self.snapshots else [])]
+        return sum(pool.evictions for pool in pools)
+
+    def lookup(self, request: Request) -> Hit:
+        """The longest boundary that the request can take over; it leaves at least one token to compute."""
+        if request.params.prompt_logprobs:
+            return Hit()
+        tokens = request.tokens
+        extend_keys(request.prefix_keys, tokens, self.key_step, request.cache_salt)
+        limit = len(tokens) - 1
+        if self.full_pools:
+            end = self.block_size
+            while end <= limit and all(self._find(pool, request, end) for pool in self.full_pools.values()):
+                end += self.block_size
+            limit = end - self.block_size
+        for boundary in self.boundaries(limit):
+            start = boundary - self.replay_window
+            if self.snapshots is None or self._find(self.snapshots, request, start):
+                return Hit(boundary, start)
+        return Hit()
+
+    def boundaries(self, limit: int) -> Iterator[int]:
+        """Boundaries up to `limit` tokens that a hit may have, the longest first."""
+        window, edge = self.replay_window, self.state_block_size
+        if self.full_pools:
+            for boundary in range(limit // self.block_size * self.block_size, window, -self.block_size):
+                if self.snapshots is None or (boundary - window) % edge == 0:
+                    yield boundary
+        elif self.snapshots is not None:
+            yield from range(limit - (limit - window) % edge, window, -edge)
+
+    def block_keys(self, request: Request, boundary: int) -> list[bytes]:
+        """Keys of the full-attention blocks below a boundary."""
+        return [self._key(request, end) for end in range(self.block_size, boundary + 1, self.block_size)]
+
+    def adopt(self, request: Request, hit: Hit) -> None:
+        """Notes a hit in the request and takes hold of its snapshot; its blocks the caller shares."""
+        request.hit_tokens, request.output_edges = hit.boundary, []
+        request.num_computed = hit.start
+        request.replay_start = hit.start if self.replay_window else 0
+        if hit.boundary:
+            if self.snapshots is not None:
+                request.source = self.snapshots.share(self._key(request, hit.start))
+            self.counts.hits += 1
+            self.counts.hit_tokens += hit.boundary
+            self.counts.replayed_tokens += hit.boundary - hit.start
+
+    def chunk_end(self, request: Request, start: int, end: int) -> int:
+        """Where the prompt chunk start .. end should end instead, so that useful snapshots are published.
+
+        A chunk can publish at its end alone. So the chunk that reaches it is cut at the edge where the same tokens,
+        sent again, would look for their snapshot; and any other chunk that does not end the prompt is cut at the last
+        edge in it.
+        """
+        if self.snapshots is None:
+            return end
+        longest = next(self.boundaries(request.num_tokens - 1), 0)
+        wanted = longest - self.replay_window
+        if longest and max(start, request.hit_tokens) < wanted < end:
+            return wanted
+        edge = end // self.state_block_size * self.state_block_size
+        return edge if end < request.num_tokens and edge > start else end
+
+    def claim(self, request: Request, start: int, end: int, prefilling: bool) -> None:
+        """Takes a snapshot for every edge at which the step over tokens start .. end may publish; those that nothing
+        is free for go without. `settle` or `drop` gives them back."""
+        if self.snapshots is None:
+            return
+        self.snapshots.free(request.snapshots.values())  # of a plan that was given up
+        request.snapshots = {}
+        size = self.state_block_size
+        for edge in range(start // size * size + size, end + 1, size):
+            if edge <= request.hit_tokens or (prefilling and edge < end):
+                continue
+            if edge <= len(request.prefix_keys) * self.key_step and self._find(self.snapshots, request, edge):
+                continue  # somebody published it
+            ids = self.snapshots.allocate(1)
+            if ids is not None:
+                request.snapshots[edge] = ids[0]
+
+    def settle(self, request: Request, before: int, drafts: list[int]) -> None:
+        """After a forward that took the request from `before` computed tokens to `num_computed`: publishes its whole
+        blocks and the snapshot that the step made, and lets go of the others.
+
+        drafts: computed tokens that the request does not list yet. The snapshot is the one at the last edge that the
+        step reached, the rule by which `ops.ring_commit` plans.
+        """
+        after = request.num_computed
+        if before // self.key_step < after // self.key_step:
+            extend_keys(request.prefix_keys, request.tokens + drafts, self.key_step, request.cache_salt)
+        for name, pool in self.full_pools.items():
+            table = request.tables[name]
+            for column in range(max(before, request.hit_tokens) // self.block_size, after // self.block_size):
+                key = self._key(request, (column + 1) * self.block_size)
+                self.counts.published_blocks += pool.publish(table[column], key)
+        edge = after // self.state_block_size * self.state_block_size
+        if edge in request.snapshots:
+            published = self.snapshots.publish(request.snapshots[edge], self._key(request, edge))
+            self.counts.published_snapshots += published
+            if published and edge > len(request.prompt_ids):
+                request.output_edges.append(edge)
+                self._thin_out(request)
+        self.drop(request)
+
+    def _thin_out(self, request: Request) -> None:
+        """Withdraws the snapshots in the request's output that its next turn has no use for: those below the one where
+        that turn would start by now. Else a long output would evict what everybody else left."""
+        start = next(self.boundaries(request.num_computed), 0) - self.replay_window
+        if start in request.output_edges:
+            for edge in [edge for edge in request.output_edges if edge < start]:
+                request.output_edges.remove(edge)
+                self.snapshots.withdraw(self._key(request, edge))
+
+    def drop(self, request: Request) -> None:
+        """Lets go of all snapshots that the request holds."""
+        if self.snapshots is not None:
+            self.snapshots.free([request.source, *request.snapshots.values()])
+            request.source, request.snapshots = 0, {}
+
+    def _key(self, request: Request, end: int) -> bytes:
+        return request.prefix_keys[end // self.key_step - 1]
+
+    def _find(self, pool: BlockPool, request: Request, end: int) -> Optional[int]:
+        return pool.find(self._key(request, end))
+
+
+def extend_keys(keys: list[bytes], tokens: list[int], step: int, salt: str = "") -> None:
+    """Appends what is missing in `keys`, of which entry i names the first (i + 1) * step tokens under `salt`.
+
+    Each key is a digest of the one before and of the tokens since, so equal keys mean equal prefixes: BLAKE2b (Aumasson
+    et al. 2013) with 128 bits, for which no two inputs of one digest are known.
+    """
+    parent = keys[-1] if keys else blake2b(salt.encode(), digest_size=16).digest()
+    for end in range((len(keys) + 1) * step, len(tokens) + 1, step):
+        parent = blake2b(parent + array("q", tokens[end - step : end]).tobytes(), digest_size=16).digest()
+        keys.append(parent)
