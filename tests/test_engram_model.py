@@ -272,3 +272,7 @@ def test_bad_places(model, tmp_path):
         HybridModel.from_pretrained(tmp_path, engram_table="disk")
     with pytest.raises(ValueError, match=r"table: got shape \[3, 8\]"):
         model.engram.place(DeviceTable(torch.zeros(3, 8)))
+    mapped = HybridModel.from_pretrained(tmp_path, engram_table="mapped")
+    with pytest.raises(ValueError, match="engram: got a MappedTable, expected the table to be a parameter"):
+        mapped.save_pretrained(tmp_path / "again")
+    assert not (tmp_path / "again").exists()

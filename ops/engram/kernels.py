@@ -9,7 +9,7 @@ from ..tokens.kernels import _find_rows, _layout
 from ..triton_rounding import as_stored, decode_e4m3
 
 TOKENS = 64  # tokens a program of the hash
-VALUES = 4096  # table values a program of the lookup
+VALUES = 4096  # table values a program of the lookup, about
 
 
 @jit_once
@@ -132,13 +132,13 @@ def _look_up_rows_kernel(
 
 
 def engram_lookup(table, scales, rows, *, out) -> None:
-    """One program for each 4,096 values: many small reads in flight, for a table across the bus."""
+    """One program for about 4,096 values, 64 rows at most: many reads in flight, for a table across the bus."""
     for name, stored in (("table", table), ("scales", scales)):
         if stored is not None and rows.is_cuda and not (stored.is_cuda or stored.is_pinned()):
             fail("engram_lookup", name, "in pageable host memory", f"on {rows.device}, or in pinned host memory")
     dim = table.shape[1]
     block_d = triton.next_power_of_2(dim)
-    block_r = max(1, VALUES // block_d)
+    block_r = max(1, min(64, VALUES // block_d))
     strides = (0, 0) if scales is None else scales.stride()
     if rows.numel() and dim:
         _look_up_rows_kernel[(triton.cdiv(rows.numel(), block_r),)](

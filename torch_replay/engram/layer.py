@@ -78,13 +78,8 @@ class EngramStore(nn.Module):
                               self.stacked_offsets, pad, query_lens)
 
     def entries(self, rows: Tensor) -> Tensor:
-        """Rows [tokens, L * columns] of the table -> [tokens, L, columns * D], with a gradient in training."""
-        if self.table is not None:
-            found = self.table.lookup(rows)
-        elif torch.is_grad_enabled() and self.weight.requires_grad:
-            found = F.embedding(rows, self.weight)
-        else:
-            found = ops.engram_lookup(self.weight, None, rows)
+        """Row ids [tokens, L * columns], negative for none -> [tokens, L, columns * D]. Without a gradient."""
+        found = ops.engram_lookup(self.weight, None, rows) if self.table is None else self.table.lookup(rows)
         return found.view(len(rows), len(self.hash.layer_ids), -1)
 
     def masked(self, ids: Tensor) -> Tensor:
@@ -94,14 +89,15 @@ class EngramStore(nn.Module):
 
     def forward(self, input_ids: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Whole sequences from their first token, ids [B, T]: for each layer its entries [B, T, columns * D] and the
-        masked tokens [B, T], as `Engram.forward` takes them."""
+        masked tokens [B, T], as `Engram.forward` takes them. A table that is a parameter gets its gradient."""
         rows, tokens = input_ids.shape
         start = torch.arange(rows + 1, device=input_ids.device) * tokens
         positions = torch.arange(tokens, device=input_ids.device).repeat(rows)
         lookback = torch.full((rows, self.depth), -1, device=input_ids.device)
-        entries = self.entries(self.rows(input_ids.flatten(), positions, start, lookback))
+        row_ids = self.rows(input_ids.flatten(), positions, start, lookback)
+        entries = F.embedding(row_ids, self.weight) if self.table is None else self.entries(row_ids)
         masked = self.masked(input_ids)
-        return [(layer.unflatten(0, (rows, tokens)), masked) for layer in entries.unbind(1)]
+        return [(layer, masked) for layer in entries.view(rows, tokens, len(self.hash.layer_ids), -1).unbind(2)]
 
 
 class Engram(nn.Module):

@@ -102,9 +102,14 @@ class HybridModel(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype = torch.float16) -> None:
-        """Writes `config.json` and `model.safetensors`, all weights rounded to the 16-bit `dtype`; makes the folder."""
+        """Writes `config.json` and `model.safetensors`, all weights rounded to the 16-bit `dtype`; makes the folder.
+
+        Raises ValueError for another dtype, and for a model whose n-gram table was put elsewhere than its parameters.
+        """
         if dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"dtype: got {dtype}, expected torch.float16 or torch.bfloat16")
+        if self.engram is not None and self.engram.table is not None:
+            raise ValueError(f"engram: got a {type(self.engram.table).__name__}, expected the table to be a parameter")
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.config.save(folder / CONFIG_FILE)
