@@ -96,17 +96,6 @@ def token_cases() -> list[tuple]:
         *cases("gather_replay_rows", tokens.gathering, dict(rows=2, tokens=4), dict(rows=2, tokens=4, uniform=True)),
         *cases("write_kv", tokens.write, dict(kv_heads=8, dim=128), dict(kv_heads=2, dim=256)),
         *cases("write_kv", tokens.write, odd, usual=False),
-        *cases("pad_replayed_slots", tokens.padding, {}),
-        *cases("gather_replay_rows", tokens.gathering, {}),
-    ]
-
-
-def engram_cases() -> list[tuple]:
-    return [
-        *cases("engram_lookback", engram.histories, {}),
-        *cases("ngram_hash", engram.hashes, dict(orders=4, heads=8)),
-        *cases("engram_lookup", engram.lookups, dict(columns=24, dim=256), dict(columns=24, dim=256, coarse=True)),
-        *cases("engram_lookup", engram.lookups, dict(columns=5, dim=96), usual=False),
     ]
 
 
