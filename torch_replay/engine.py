@@ -250,10 +250,6 @@ class Engine:
             self.state.add_request(request)
             self._placed[request.index] = request
         self.state.update_requests(plan.requests, plan.admitted)
-        history = self.state.requests.history
-        if history is not None:
-            for chunk in plan.prefills:
-                history.upload(chunk.request.index, chunk.request.tokens, chunk.start)
 
     def _prefill(self, plan: Plan, outputs, failures) -> None:
         begin = time.perf_counter()

@@ -126,7 +126,8 @@ class DefaultModelState:
         """The request at `index` has ended or was put back."""
 
     def update_requests(self, requests: list[Request], admitted: list[Request]) -> None:
-        """Uploads what a step reads of its requests: lengths, block tables, and which slots their states go through.
+        """Uploads what a step reads of its requests: lengths, block tables, the tokens before a prompt chunk, and which
+        slots their states go through.
 
         admitted: those of them whose state starts with this step, from a snapshot or from nothing.
         """
@@ -142,6 +143,9 @@ class DefaultModelState:
                 table = request.tables[kind]
                 tables[group, row, : len(table)] = torch.tensor(table, dtype=torch.int32)
         state.kv_tables[:, index] = tables.to(device)
+        for request in requests if state.history is not None else ():
+            if not request.is_decoding:
+                state.history.upload(request.index, request.tokens, request.num_computed)
         for states in self.memory.states.values():
             if isinstance(states, ReplayContext) and states.mode == "align":
                 self._update_slots(states, index, requests, admitted)
