@@ -92,6 +92,8 @@ def token_cases() -> list[tuple]:
     return [
         *cases("prepare_positions", tokens.positions_of, dict(uniform=True)),
         *cases("compute_slot_mappings", tokens.mappings, dict(uniform=True)),
+        *cases("pad_replayed_slots", tokens.padding, dict(rows=2, tokens=4), dict(rows=2, tokens=4, uniform=True)),
+        *cases("gather_replay_rows", tokens.gathering, dict(rows=2, tokens=4), dict(rows=2, tokens=4, uniform=True)),
         *cases("write_kv", tokens.write, dict(kv_heads=8, dim=128), dict(kv_heads=2, dim=256)),
         *cases("write_kv", tokens.write, odd, usual=False),
     ]

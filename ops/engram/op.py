@@ -181,7 +181,7 @@ def engram_lookup(table: Tensor, scales: Optional[Tensor], rows: Tensor) -> Tens
         require(stored.D % SCALED == 0, "engram_lookup", "table", f"of rows of {stored.D} values",
                 f"a multiple of {SCALED} in float8")
         stored("scales", scales, f"R {stored.D // SCALED}", U8)
-    require(table.device == rows.device or table.device.type == "cpu", "engram_lookup", "table", f"on {table.device}",
-            f"on {rows.device} like rows, or in pinned host memory")
+    require(table.device == rows.device or table.device.type == "cpu", "engram_lookup", "rows", f"on {rows.device}",
+            f"on {table.device} like table, which does not lie in host memory")
     dtype = torch.bfloat16 if coarse else table.dtype
     return torch.empty(shapes.tokens, shapes.columns, stored.D, dtype=dtype, device=rows.device)
