@@ -114,6 +114,24 @@ def test_generated_tokens_come_from_the_device(model, prompts, want):
     assert [request.output_ids for request in requests] != want
 
 
+@pytest.mark.parametrize("pattern", [("engram", "full", "engram"), ("mamba2", "engram", "full")], ids="-".join)
+def test_prefix_hits(pattern):
+    """A request that takes a prefix over hashes tokens that it never computed, over other requests' leftovers."""
+    other = tiny_model(5, pattern=pattern)
+    generator = torch.Generator().manual_seed(2)
+    shared = torch.randint(1, 61, (48,), generator=generator).tolist()
+    prompts = [shared + torch.randint(1, 61, (n,), generator=generator).tolist() for n in (5, 1, 3, 2)]
+    runner = engine(other, block_size=8, prefix_cache=True, num_spec=2)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    got = []
+    for prompt in prompts:
+        runner.state.requests.history.ids.fill_(33)
+        got += texts(runner, [prompt], params)
+    assert got == [greedy(other, prompt, 12) for prompt in prompts]
+    counts = runner.scheduler.prefix.counts
+    assert counts.hits >= 3 and counts.hit_tokens >= 3 * 40 and not counts.replayed_tokens
+
+
 def test_random_traces(monkeypatch):
     """Requests that come, go, fail and are preempted at random, over a model of engram layers."""
     for name, value in (("PATTERN", ("engram", "swa", "mamba2", "engram")), ("_models", {}), ("_solo", {})):
