@@ -81,7 +81,7 @@ def decoding_step(engine: Engine, batch: int):
     while scheduler.waiting or not all(request.is_decoding for request in scheduler.running):
         engine.step()
     engine.step()
-    assert int((engine.decode.query_lens > 0).sum()) == batch
+    assert int((engine.decode.inputs.query_lens > 0).sum()) == batch
     return engine.decode.run["greedy"]
 
 
