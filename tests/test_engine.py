@@ -5,10 +5,10 @@ import random
 import pytest
 import torch
 from harness import assert_close
-from tiny import engine, greedy, tiny_model
+from tiny import engine, greedy, tiny_config, tiny_model
 from truth_model import TruthModel
 
-from torch_replay import SamplingParams
+from torch_replay import HybridModel, SamplingParams
 from torch_replay.ops.conv import naive as conv
 from torch_replay.ops.gdn import naive as gdn
 from torch_replay.ops.mamba2 import naive as mamba2
@@ -364,3 +364,18 @@ def test_any_pattern(pattern):
     want = [greedy(model, prompt, 25) for prompt in prompts]
     for options in ({}, {"num_spec": 3}, {"replay": False, "num_spec": 3}):
         assert texts(engine(model, **options), prompts, params) == want
+
+
+@pytest.mark.parametrize("dtype, chosen, expected", [
+    (torch.float32, None, {"mamba2": torch.float32, "gdn": torch.float32}),
+    (torch.bfloat16, None, {"mamba2": torch.bfloat16, "gdn": torch.float16}),
+    (torch.float16, None, {"mamba2": torch.float16, "gdn": torch.float16}),
+    (torch.bfloat16, torch.float32, {"mamba2": torch.float32, "gdn": torch.float32}),
+], ids=str)
+def test_ring_dtypes(dtype, chosen, expected):
+    """Rings have the dtypes that the drift study chose, or the caller's, and the engine decodes with them."""
+    model = HybridModel(tiny_config(("mamba2", "gdn", "mlp")), dtype=dtype).eval()
+    runner = engine(model, dtype=dtype, ring_dtype=chosen)
+    assert {family: states.rings[0].dtype for family, states in runner.memory.states.items()} == expected
+    output, = runner.generate([[3, 1, 4, 1, 5]], SamplingParams(max_tokens=20, ignore_eos=True))
+    assert len(output.token_ids) == 20

@@ -35,6 +35,9 @@ class EngineConfig:
     state_block_size: state-space layers can be taken over at multiples of it, None for block_size; must divide the
     attention window of a model with sliding windows. num_snapshots: states kept for that, None for a few a request.
 
+    dtype, state_dtype, ring_dtype: of activations and KV caches, of recurrent states, and of the rings (None: see
+    `memory.default_ring_dtype`).
+
     exact_decoder_replay: a model with `decoder_replay_layers` prefills as many tokens there as make no difference.
     """
 
@@ -56,6 +59,7 @@ class EngineConfig:
     exact_decoder_replay: bool = False
     dtype: torch.dtype = torch.float32
     state_dtype: torch.dtype = torch.float32
+    ring_dtype: Optional[torch.dtype] = None
 
     def __post_init__(self):
         for name in ("max_num_seqs", "block_size", "window", "prefill_budget", "chunk_size", "prefill_rows"):
@@ -122,7 +126,7 @@ class Engine:
         self.memory = ModelMemory(model, MemoryConfig(
             config.max_num_seqs, tokens, config.block_size, dict.fromkeys(kinds, blocks), config.window,
             config.ring_len, config.replay, num_snapshots or 0, state_block_size, length, config.state_dtype,
-            config.dtype), model.embedding.weight.device)
+            config.dtype, config.ring_dtype), model.embedding.weight.device)
         requests = RequestState(self.memory, length)
         tail_windows = model.config.decoder_replay_windows
         if config.prefix_cache or tail_windows:
