@@ -47,6 +47,7 @@ class TailBatch:
 
     rows: Tensor  # [kept] int64, which tokens of the whole batch
     batch: Batch  # of the kept tokens, one row after the other; has metadata for sliding windows alone
+    rank_tokens: Optional[tuple[int, ...]] = None  # kept tokens by rank, for layers that exchange them; None: one rank
 
 
 def forward_hidden(model, memory, input_ids: Tensor, batch: Batch, prefill: bool) -> Tensor:
