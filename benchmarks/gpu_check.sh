@@ -1,41 +1,84 @@
 #!/usr/bin/env bash
-# Checks and times everything that needs a GPU, in one go: bash benchmarks/gpu_check.sh OUT_DIR [SECONDS_FOR_BENCH]
-# Run from a clone's root, on a machine with PyTorch, Triton and pytest-xdist. What is installed besides is used:
-# FlashInfer and flash-linear-attention as peers, compute-sanitizer for memory and race checks.
+# Checks and times what needs a GPU: bash benchmarks/gpu_check.sh OUT_DIR PART...
+#
+#   gpu-tests  tests marked gpu            cpu-tests  the other tests, on this machine's torch, GPU hidden
+#   generate   greedy text, GPU and CPU    bench      `torch-replay bench ops`, table and JSON
+#   sanitize   compute-sanitizer over small calls of every op
+#
+# Parts run one after the other, since they would slow each other down, and each writes OUT_DIR/PART.log. They may take
+# GPU_TESTS_SECONDS, CPU_TESTS_SECONDS, GENERATE_SECONDS, BENCH_SECONDS and SANITIZE_SECONDS. Run from a clone's root, on
+# a machine with PyTorch, Triton and pytest-xdist; wheels of what else it lacks are installed from .whl/, if that exists.
+# FlashInfer and flash-linear-attention are timed where they are installed. The exit status is 1 if any part failed.
 set -u
-out=$1
-limit=${2:-165}
-export PYTHONUNBUFFERED=1 CI=true
+usage() { echo "usage: gpu_check.sh OUT_DIR PART..., PART one of gpu-tests cpu-tests generate bench sanitize" >&2; exit 2; }
 
-note() { echo "[$SECONDS s] $*"; }
-tests() { timeout 240 python3 -m pytest -q --tb=short -p no:cacheprovider "$@"; }
+gpu_tests_seconds=${GPU_TESTS_SECONDS:-570}
+cpu_tests_seconds=${CPU_TESTS_SECONDS:-570}
+generate_seconds=${GENERATE_SECONDS:-240}
+bench_seconds=${BENCH_SECONDS:-570}
+sanitize_seconds=${SANITIZE_SECONDS:-570}
 
-(CUDA_VISIBLE_DEVICES= tests -n 6 -m "not gpu" compile_tests tests/test_{mamba2,gdn,kda,conv,ring,ring_commit,tokens}.py \
-    tests/test_{attention,replay_context,models,scan,sampling,engine}.py > "$out/cpu_tests.log" 2>&1) &
-(for device in cpu cuda; do
-    timeout 120 python3 -m torch_replay generate --json --spec 3 --max-tokens 100 --device $device \
-        > "$out/generate_$device.json" 2> "$out/generate_$device.err"
-done) &
-tests -n 8 -m gpu tests > "$out/gpu_tests.log" 2>&1
-note "GPU tests: $(tail -1 "$out/gpu_tests.log")"
-wait
-note "CPU tests on this torch: $(tail -1 "$out/cpu_tests.log")"
-python3 - "$out" <<'PY'
-import json, sys
-cpu, cuda = (json.load(open(f"{sys.argv[1]}/generate_{device}.json")) for device in ("cpu", "cuda"))
-same = [a["token_ids"] == b["token_ids"] for a, b in zip(cpu["requests"], cuda["requests"])]
-print("greedy text on the GPU equals the CPU's:", same, "graphs, breaks, recompiles:",
-      [cuda["stats"][key] for key in ("graphs", "graph_breaks", "recompiles")])
-PY
+# SIGINT, so that pytest still tells what failed until then
+within() { timeout -s INT -k 20 "$@"; }
+tests() { within "$1" python3 -m pytest -q --tb=short --durations=10 -p no:cacheprovider "${@:2}"; }
 
-python3 -m torch_replay bench ops --time-limit "$limit" --output "$out/ops.json" > "$out/ops.txt" 2> "$out/ops.err"
-note "bench ops: exit $?"
+gpu_tests() { tests "$gpu_tests_seconds" -n 8 -m gpu tests compile_tests; }
 
-if command -v compute-sanitizer > /dev/null; then
-    for tool in memcheck racecheck; do
-        timeout 110 compute-sanitizer --tool $tool --error-exitcode 9 python3 -m pytest -q -p no:cacheprovider -m gpu \
-            tests/test_triton_ops.py -k "against_truth and float32 and (typical or one_row)" \
-            > "$out/$tool.log" 2>&1 && note "$tool: clean" || note "$tool: exit $?" &
+# the interpreter's tests say nothing about this machine
+cpu_tests() {
+    CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 tests "$cpu_tests_seconds" -n "$(nproc)" -m "not gpu" compile_tests tests \
+        --ignore-glob="tests/test_triton_*"
+}
+
+generate() {
+    local device
+    for device in cpu cuda; do
+        within $((generate_seconds / 2)) python3 -m torch_replay generate --json --spec 3 --max-tokens 100 \
+            --device $device > "$scratch/$device.json" || return
     done
-    wait
+    python3 - "$scratch" <<'PY'
+import json, sys
+cpu, cuda = (json.load(open(f"{sys.argv[1]}/{device}.json")) for device in ("cpu", "cuda"))
+same = [a["token_ids"] == b["token_ids"] for a, b in zip(cpu["requests"], cuda["requests"], strict=True)]
+stats = {key: cuda["stats"][key] for key in ("graphs", "graph_breaks", "recompiles")}
+print("greedy text on the GPU equals the CPU's:", same, stats)
+sys.exit(not (same and all(same)))
+PY
+}
+
+bench() {
+    within "$bench_seconds" python3 -m torch_replay bench ops --time-limit $((bench_seconds * 4 / 5)) \
+        --output "$scratch/ops.json"
+    local status=$?
+    cat "$scratch/ops.json" || return
+    return $status
+}
+
+sanitize() {
+    within "$sanitize_seconds" python3 -m benchmarks.sanitize --time-limit $((sanitize_seconds - 30))
+}
+
+[ $# -ge 2 ] || usage
+out=$1
+shift
+for part in "$@"; do
+    case $part in gpu-tests | cpu-tests | generate | bench | sanitize) ;; *) usage ;; esac
+done
+mkdir -p "$out"
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+export PYTHONUNBUFFERED=1 CI=true
+if compgen -G ".whl/*.whl" > /dev/null; then
+    python3 -m pip install -q --no-index --no-deps --target "$scratch/site" .whl/*.whl || exit 1
+    export PYTHONPATH="$scratch/site${PYTHONPATH:+:$PYTHONPATH}"
 fi
+
+failed=0
+for part in "$@"; do
+    begin=$SECONDS
+    ${part//-/_} > "$out/$part.log" 2>&1
+    status=$?
+    [ $status -eq 0 ] || failed=1
+    echo "$part: exit status $status after $((SECONDS - begin)) s" | tee -a "$out/$part.log"
+done
+exit $failed

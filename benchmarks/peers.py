@@ -44,6 +44,12 @@ def _flashinfer():
 
 
 @cache
+def _plain_tile():
+    """Not a peer but a yardstick; it is missing only where Triton is."""
+    return _import(f"{__package__}.plain_tile")
+
+
+@cache
 def _fla():
     return _import("fla.ops.gated_delta_rule").fused_recurrent_gated_delta_rule
 
@@ -66,6 +72,30 @@ def _tied(per_head: Tensor, *sizes: int) -> Tensor:
 def _tied_params(family, params) -> tuple[Tensor, Tensor, Tensor]:
     A, D, bias = params
     return _tied(A, family.dim, family.state_dim), _tied(D, family.dim), _tied(bias, family.dim)
+
+
+class PlainTileReplay(Replay):
+    """The shortest Triton version of the same kernel, which cannot flush: the check's flushing steps run on the op."""
+
+    name = "plain tile"
+    flushing = False
+
+    @staticmethod
+    def supports(case: Case) -> bool:
+        exact = case.tokens == 1 and case.state_dtype == torch.float32 and case.mode == "no flush"
+        return case.family.family == "mamba2" and exact and case.device.type == "cuda"
+
+    def call(self, start, committed, inputs, slots) -> Tensor:
+        if self.flushing:
+            return super().call(start, committed, inputs, slots)
+        y = torch.empty_like(inputs[0])
+        _plain_tile().launch(self.state, self.rings, start, committed, *inputs, *self.params, slots, y,
+                             self.case.window)
+        return y
+
+    def step(self, inputs) -> Tensor:
+        self.flushing = bool((self.committed + self.case.tokens > self.case.window).any())
+        return super().step(inputs)
 
 
 class FlashInferReplay(Replay):
@@ -258,13 +288,15 @@ class FlashInferMaterialize(Materialize):
             super().call(op, state, plan)
 
 
-PEERS: tuple[type[Contestant], ...] = (VllmReplay, VllmUpdate, FlashInferReplay, FlaUpdate)
+PEERS: tuple[type[Contestant], ...] = (PlainTileReplay, VllmReplay, VllmUpdate, FlashInferReplay,
+                                        FlaUpdate)
 TASK_PEERS: tuple[type, ...] = (FlashInferMaterialize,)
 
 
 def available() -> dict[str, str]:
     """Peer -> "present" or why it is missing."""
-    probes = {"flashinfer": _flashinfer, "fla": _fla, "vllm": lambda: _vllm(("mamba_ssm", "selective_state_update"))}
+    probes = {"plain tile": _plain_tile, "flashinfer": _flashinfer, "fla": _fla,
+              "vllm": lambda: _vllm(("mamba_ssm", "selective_state_update"))}
     found = {}
     for name, probe in probes.items():
         try:

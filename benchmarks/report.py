@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "fla-core", "vllm")
-PEER_COLUMNS = ("plain", "vllm", "vllm update", "flashinfer", "fla")
+PEER_COLUMNS = ("plain", "plain tile", "vllm", "vllm update", "flashinfer", "fla")
 REPLAYS, UPDATES = ("mamba2_replay", "gdn_replay"), ("mamba2_update", "gdn_update")
 ROW_FIELDS = ("op", "geometry", "contestant", "kernel", "batch", "tokens", "state_dtype", "ring_dtype", "mode",
               "status", "us", "us_runs", "spread", "bytes", "gb_per_s", "of_read", "of_copy", "flush_fraction", "error",

@@ -13,8 +13,10 @@ A module that `register(flashinfer=...)` names holds, for an op `name`,
     name            the kernel, with the calling convention of every kernel;
     name_limits     keyword arguments of the op -> None, or why FlashInfer cannot serve this call;
     name_key        keyword arguments -> (sizes, build): `build` tells apart what FlashInfer compiles separately, both
-                    together what is worth measuring separately.
-The last two look at shapes, dtypes, strides and addresses only, never at values, which would stop the host.
+                    together what is worth measuring separately;
+    name_scratch    keyword arguments -> those of a call of the same key whose pools are small and its own and whose
+                    rows are all live: what a warm-up times for a call on rows of padding.
+Limits and key look at shapes, dtypes, strides and addresses only, never at values, which would stop the host.
 """
 
 import functools
@@ -31,6 +33,7 @@ import torch
 from . import registry
 
 NAMES = ("auto", "triton", "flashinfer", "naive")
+MEASURED_DEVICES = ("cuda",)  # types of device on which there is a choice
 
 _choices: dict[Optional[str], str] = {None: "auto"}  # by op; None: the ops without an entry of their own
 _measured: dict[str, dict[tuple, dict[str, float]]] = {}  # by op and key: microseconds of each back end
@@ -201,9 +204,27 @@ def measure(name: str, args: tuple, kwargs: Optional[dict] = None, *, repeats: i
     """
     op = registry.OPS[name]
     arguments = _arguments(op, tuple(args), kwargs or {})
-    if not any(isinstance(value, torch.Tensor) and value.is_cuda for value in arguments.values()):
+    device = next(value.device for value in arguments.values() if isinstance(value, torch.Tensor))
+    if device.type not in MEASURED_DEVICES:
         return None
-    return _measure(op, arguments, functools.partial(_median_us, repeats=repeats))
+    return _measure(op, arguments, functools.partial(_median_us, repeats=repeats, device=device))
+
+
+def undecided(device: torch.device) -> list[str]:
+    """Ops whose back end on `device` is for a measurement to choose: "auto", and both Triton and FlashInfer there."""
+    if device.type not in MEASURED_DEVICES or not installed("flashinfer"):
+        return []
+    return [op.name for op in registry.OPS.values() if op.flashinfer and _default(op) == "triton"
+            and (_choices.get(op.name) or _choices[None]) == "auto"]
+
+
+def measure_alike(name: str, args: tuple, kwargs: dict) -> Optional[str]:
+    """`measure` for calls like this one, on scratch pools: of the call's tensors only inputs are read, none written."""
+    op = registry.OPS[name]
+    arguments = _arguments(op, args, kwargs)
+    if _why_not(op, arguments):
+        return None
+    return measure(name, (), getattr(importlib.import_module(op.flashinfer), f"{name}_scratch")(**arguments))
 
 
 def choose_by_measurement(name: str, calls: Iterable[tuple[tuple, dict]]) -> dict[Optional[str], int]:
@@ -242,18 +263,19 @@ def _scratch_call(op, kernel: Callable, arguments: dict) -> Callable[[], None]:
     return call
 
 
-def _median_us(call: Callable[[], None], repeats: int) -> float:
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    # the device sleeps (about 10 ms) while the host queues the calls: events then bracket device time, not host time
-    torch.cuda._sleep(20_000_000)
-    for start, end in events:
-        start.record()
-        call()
-        end.record()
-    torch.cuda.synchronize()
+def _median_us(call: Callable[[], None], repeats: int, device: torch.device) -> float:
+    with torch.cuda.device(device):
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+        # the device sleeps (about 10 ms) while the host queues the calls: events then bracket device time, not host's
+        torch.cuda._sleep(20_000_000)
+        for start, end in events:
+            start.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
     return statistics.median(1e3 * start.elapsed_time(end) for start, end in events)
 
 

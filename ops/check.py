@@ -46,6 +46,10 @@ class Shapes:
         dtypes = tuple(dtypes)
         if tensor.dtype not in dtypes:
             fail(self.op, argument, f"of dtype {tensor.dtype}", " or ".join(str(d) for d in dtypes))
+        self.same_device(argument, tensor)
+
+    def same_device(self, argument: str, tensor: Tensor) -> None:
+        """For tensors of free shape; `shapes(..)` checks the others itself."""
         if self.device is None:
             self.device = tensor.device
         if tensor.device != self.device:
@@ -92,6 +96,7 @@ def check_scale_and_seed(shapes: Shapes, state, state_scale, scale_letters: str,
     if seed is not None:
         require(seed.dtype == torch.int64 and seed.numel() == 1, op, "seed",
                 f"{seed.dtype} of {tuple(seed.shape)}", "one int64")
+        shapes.same_device("seed", seed)
     require(philox_rounds == 0 or seed is not None, op, "seed", "None", "an int64 tensor when philox_rounds > 0")
 
 

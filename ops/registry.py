@@ -56,7 +56,6 @@ class Op:
         return found
 
 
-
 def register(
     *,
     cpu: Callable,
@@ -75,6 +74,8 @@ def register(
         mutates: names of the arguments that the op writes.
         check_values: called with the op's arguments before a CPU kernel; looks at values (slot ranges, lengths),
             which a GPU cannot do without a host sync.
+
+    A CUDA kernel runs with the device of the op's first argument, always a tensor, as the current one.
 
     The wrapper raises TypeError for an argument of the wrong type and, through the body, ValueError for wrong shapes,
     dtypes, devices and values. Ops are for inference: arguments that require a gradient raise while autograd records.
@@ -102,6 +103,10 @@ def register(
 
 def _implementation(op: Op, device: str) -> Callable:
     def run(*args, **kwargs):
+        # Triton launches on the current device, wherever the tensors lie
+        if device == "cuda" and args[0].device.index != torch.cuda.current_device():
+            with torch.cuda.device(args[0].device):
+                return run(*args, **kwargs)
         out = op.body(*args, **kwargs)
         if device == "cpu" and op.check_values is not None:
             op.check_values(*args, **kwargs)

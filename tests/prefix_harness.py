@@ -21,7 +21,10 @@ class Watch:
         self.known, self.planned = {}, None
         for states in self.contexts:
             states.postprocess = self._recording(states)
-        self.prefix.settle, self._settle = self._checking, self.prefix.settle
+        self.prefix.settle = self._checking
+        for kind, pool in [*self.prefix.full_pools.items(), ("state", self.prefix.snapshots)]:
+            if pool is not None:
+                pool._evict = self._forgetting(kind, pool)
 
     @property
     def contexts(self) -> list[ReplayContext]:
@@ -43,6 +46,17 @@ class Watch:
             return result
 
         return postprocess
+
+    def _forgetting(self, kind, pool):
+        """A block that is evicted may be published again, by what may be an approximation, in the same step."""
+        evict = pool._evict
+
+        def forget():
+            key = pool._key_of[next(iter(pool._idle))]
+            self.known.pop((kind, key), None)
+            return evict()
+
+        return forget
 
     def _checking(self, request, before, drafts):
         edge = request.num_computed // self.prefix.state_block_size * self.prefix.state_block_size

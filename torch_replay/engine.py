@@ -10,6 +10,7 @@ import torch
 
 from .detokenizer import Detokenizer
 from .drafter import Drafter, NoDraft, PromptLookup
+from .graphs.measure import measure_back_ends
 from .graphs.step import DecodeStep, RequestState, prefill
 from .memory import STATE_KINDS, MemoryConfig, ModelMemory
 from .model_state import DefaultModelState, ReplayModelState
@@ -153,12 +154,13 @@ class Engine:
         return self.scheduler.has_work
 
     def warm_up(self, sampling: bool = True, greedy: bool = True) -> float:
-        """Compiles the decode step, on rows of padding that change no state. Returns the seconds it took.
+        """Chooses back ends and compiles the decode step, on rows of padding that change no state. Returns the seconds.
 
         Steps whose requests are all greedy run a graph of their own; leave out the route that will not be used. What
         is not compiled here compiles when it is first needed.
         """
         begin = time.perf_counter()
+        measure_back_ends(self.decode)
         for route in ["greedy"] * greedy + ["sampled"] * sampling:
             with self.compile_counts.watch(route):
                 self.decode([], route)

@@ -297,7 +297,7 @@ def paged_attention(q, cache, block_table, seq_lens, query_start_loc, query_lens
     group = heads // kv_heads
     # as many tokens a tile as the rows have on average; decode steps get a program a token
     each = -(-tokens // rows)
-    largest = 64 if _compute_dtype(q, cache) != tl.float32 and dim <= 128 else 32
+    largest = 64 // (2 if _compute_dtype(q, cache) == tl.float32 else 1) // (2 if dim > 128 else 1)
     block_m = max(16, min(largest, triton.next_power_of_2(each * group)), triton.next_power_of_2(group))
     tile = 1 if each == 1 else block_m // group
     tiles = tokens if tile == 1 else tokens // tile + rows + 2
@@ -322,13 +322,16 @@ def _compute_dtype(q, cache):
 def _plan(q, cache, block_m: int) -> dict:
     """Tile sizes and warps that neither spill registers nor need 100 KB of shared memory at any head dim up to 256.
 
-    float32 products run outside the tensor cores and hold their operands in registers: smaller tiles, more warps.
+    float32 products run outside the tensor cores and hold their operands in registers: smaller tiles, more warps. Rows
+    of odd length load element by element, each with an offset of its own: more warps. Where nothing bounds them, ptxas
+    spills a few words to reach the next step of occupancy; any bound, the hardware's own too, turns that off.
     """
     compute, block_d = _compute_dtype(q, cache), max(16, triton.next_power_of_2(q.shape[2]))
     wide = compute == tl.float32
     block_n = max(16, 2048 // block_d) if wide else max(32, 4096 // block_d)
+    many = wide or block_m * max(128, block_d) >= 64 * 128 or q.shape[2] % 16
     return dict(COMPUTE=compute, BLOCK_M=block_m, BLOCK_N=min(64, block_n), BLOCK_D=block_d,
-                num_warps=8 if wide or block_m >= 64 else 4, num_stages=3)
+                num_warps=8 if many else 4, num_stages=3, maxnreg=255)
 
 
 def _count_splits(programs: int, keys: int) -> int:

@@ -105,6 +105,7 @@ def copy_slots(pool: Tensor, src_slots: Tensor, dst_slots: Tensor, layer_group: 
     """
     shapes = Shapes("copy_slots")
     op = shapes.op
+    shapes.same_device("pool", pool)
     require(pool.dim() >= 2, op, "pool", f"of shape {tuple(pool.shape)}", "[L, S, ...]")
     require(not pool.is_complex() and pool.element_size() in naive.SAME_WIDTH, op, "pool", f"of dtype {pool.dtype}",
             "a dtype of 1, 2, 4 or 8 bytes, not complex")
@@ -114,4 +115,3 @@ def copy_slots(pool: Tensor, src_slots: Tensor, dst_slots: Tensor, layer_group: 
     shapes("layer_group", layer_group, "L", INDEX)
     require(layer_group.shape[0] == pool.shape[0], op, "layer_group", f"of shape {tuple(layer_group.shape)}",
             f"[L] with L = {pool.shape[0]}")
-    require(pool.device == src_slots.device, op, "pool", f"on {pool.device}", f"on {src_slots.device}")

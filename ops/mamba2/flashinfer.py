@@ -1,7 +1,7 @@
 """Mamba-2 decode and snapshots by FlashInfer (0.7: `checkpointing_ssu`, `replayssm_materialize`) behind the same ops.
 
-What `backends` requires of this module: for each op the kernel, `<op>_limits` and `<op>_key`. FlashInfer is imported by
-the first call. Its conventions, and how they are met:
+What `backends` requires of this module: for each op the kernel, `<op>_limits`, `<op>_key` and `<op>_scratch`.
+FlashInfer is imported by the first call. Its conventions, and how they are met:
 
     window implied by R - T, at most 16     refused unless it equals `window`: window 0 would flush otherwise
     padded rows are left unwritten          slot 0 is the pad slot, and the output is zeroed before
@@ -117,6 +117,27 @@ def mamba2_replay_key(*, state, x_ring, x, dt, B, D, dt_bias, slots, query_lens,
     return (rows,), build
 
 
+def _small_pool(pool: Optional[Tensor], dim: int, slots: int) -> Optional[Tensor]:
+    """Zeros with a pool's strides and `slots` slots, which dimension `dim` counts."""
+    if pool is None:
+        return None
+    shape = (*pool.shape[:dim], slots, *pool.shape[dim + 1 :])
+    return torch.empty_strided(shape, pool.stride(), dtype=pool.dtype, device=pool.device).zero_()
+
+
+def mamba2_replay_scratch(
+    *, state, x_ring, B_ring, dt_ring, state_scale, ring_start, ring_committed, slots, query_lens, x, window, **others,
+) -> dict:
+    """Rings filled from 0 to `window` rows, as in steady state: one row in W + 1 flushes."""
+    pools = dict(state=state, x_ring=x_ring, B_ring=B_ring, dt_ring=dt_ring, state_scale=state_scale)
+    slot = torch.arange(slots.shape[0] + 1, device=slots.device)
+    return dict(
+        others, x=x, window=window, **{name: _small_pool(pool, 0, len(slot)) for name, pool in pools.items()},
+        ring_start=torch.zeros_like(slot).to(ring_start.dtype),
+        ring_committed=(slot % (window + 1)).to(ring_committed.dtype), slots=slot[1:].to(slots.dtype),
+        query_lens=None if query_lens is None else torch.full_like(query_lens, x.shape[1]))
+
+
 def mamba2_replay(
     state, x_ring, B_ring, dt_ring, ring_start, ring_committed, x, dt, A, B, C, D, z, dt_bias, slots, query_lens=None,
     state_scale=None, seed=None, *, window, dt_softplus=True, dt_min=0.0, dt_max=None, philox_rounds=0, out,
@@ -160,6 +181,23 @@ def mamba2_materialize_key(*, state, x_ring, B_ring, src_slots, **_) -> tuple:
     layers, _, heads, ring_len, dim = x_ring.shape
     build = (state.dtype, dim, state.shape[-1], heads // B_ring.shape[2])
     return (layers, heads, ring_len, *src_slots.shape), build
+
+
+def mamba2_materialize_scratch(
+    *, state, x_ring, B_ring, dt_ring, state_scale, src_slots, dst_slots, ring_start, count, active_rows, **others,
+) -> dict:
+    """Four snapshots of half a window, since few rows of a step are at the edge of a block."""
+    pools = dict(state=state, x_ring=x_ring, B_ring=B_ring, dt_ring=dt_ring, state_scale=state_scale)
+    row = torch.arange(active_rows.shape[0], device=active_rows.device)
+    listed = min(4, len(row))
+    source = torch.where(row < listed, row + 1, 0)
+    target = torch.where(row < listed, row + 1 + listed, 0)
+    return dict(
+        others, **{name: _small_pool(pool, 1, 2 * listed + 1) for name, pool in pools.items()},
+        src_slots=source.to(src_slots.dtype).expand_as(src_slots).contiguous(),
+        dst_slots=target.to(dst_slots.dtype).expand_as(dst_slots).contiguous(),
+        ring_start=torch.zeros_like(ring_start), count=torch.full_like(count, min(MAX_WINDOW, x_ring.shape[3]) // 2),
+        active_rows=torch.where(row < listed, row, -1).to(active_rows.dtype))
 
 
 def mamba2_materialize(

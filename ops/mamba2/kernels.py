@@ -159,15 +159,13 @@ def _replay_tokens_kernel(
         S_DTYPE: tl.constexpr = p_state.dtype.element_ty
 
         # Logical state times C, without the logical state: both are linear in checkpoint and rows, so the product is
-        # advanced by the same recurrence. With one token everything is asked for at once, the checkpoint first, and the
-        # barriers keep it so: the assembler would rather wait for small things before it asks for large ones. C comes
+        # advanced by the same recurrence. With one token everything is asked for at once, the checkpoint first. C comes
         # before the rows that it multiplies: the compiler gives a product the layout of the operand that is loaded
         # last, and must not rearrange the larger one.
         if BLOCK_T == 1:
             c_for_b = _load_segments(p_new_c, c_n, real, N, BLOCK_N // SIZE_B, SIZE_B)
             c_for_state = _load_segments(p_new_c, c_n, real, N, BLOCK_N // SIZE_S, SIZE_S)
             checkpoint = _load_segments(p_tile, state_n, mask_p, N, BLOCK_N // SIZE_S, SIZE_S)
-            tl.debug_barrier()
             new_b = _load_segments(p_new_b, b_n, real, N, BLOCK_N // SIZE_B, SIZE_B)
         x = tl.load(p_x + row * x_b + head * x_h + o_t[:, None] * x_t + o_p[None, :] * x_p, mask=new_p, other=0.0)
         dt = tl.load(p_dt + row * dt_b + head * dt_h + o_t * dt_t, mask=real, other=0.0)
@@ -181,7 +179,6 @@ def _replay_tokens_kernel(
             old_x = tl.load(p_old_x + at[:, None] * x_ring_r, mask=live[:, None] & mask_p[None, :], other=0.0)
             if BLOCK_T == 1:
                 old_b = _load_segments(p_rows, b_ring_n, live, N, BLOCK_N // SIZE_B, SIZE_B)
-                tl.debug_barrier()
                 weight, decay = row_weights(old_dt, after, a)
                 weight *= _sum_segments(c_for_b, old_b, B_DTYPE, 0, BLOCK_N // SIZE_B)
                 fresh = tl.sum(weight[:, None] * old_x.to(tl.float32), 0)[None, :]
@@ -249,7 +246,7 @@ def replay_tile(state, x_ring, B_ring, tokens: int) -> dict:
     """Tile of a replay program.
 
     One token holds the state in registers, 128 of a thread (64 where decoding needs more), by segments of 128 bytes.
-    Several tokens stream it through a matrix product, 16 rows a warp, BLOCK_K columns at a time, two blocks in flight.
+    Several tokens stream it through a matrix product, 32 rows a warp, BLOCK_K columns at a time, three blocks ahead.
     """
     dim, state_dim = state.shape[2:]
     window_rows = x_ring.shape[2] - tokens  # the most that may be live
@@ -258,8 +255,9 @@ def replay_tile(state, x_ring, B_ring, tokens: int) -> dict:
                 SIZE_S=min(tile["BLOCK_N"], 128 // state.element_size()),
                 SIZE_B=min(tile["BLOCK_N"], 128 // B_ring.element_size()))
     if tokens > 1:
-        tile.update(BLOCK_T=max(16, triton.next_power_of_2(tokens)), num_warps=tile["BLOCK_P"] // 16, num_stages=2,
-                    BLOCK_W=max(16, min(64, triton.next_power_of_2(window_rows))), BLOCK_K=min(64, tile["BLOCK_N"]))
+        tile.update(BLOCK_T=max(16, triton.next_power_of_2(tokens)), num_stages=3,
+                    num_warps=max(1, tile["BLOCK_P"] // 32), BLOCK_K=min(32, tile["BLOCK_N"]),
+                    BLOCK_W=max(16, min(64, triton.next_power_of_2(window_rows))))
     return dict(tile, ONE_BLOCK=window_rows <= tile["BLOCK_W"])
 
 
