@@ -133,7 +133,8 @@ def prefill(model: HybridModel, state: DefaultModelState, rows: list[tuple[int, 
     samples = sample(state.requests, logits[:, None], positions[:, None], inputs.idx_mapping)
     logprobs = {row: prompt_logprobs(model, hidden[row], wanted) for row, wanted in enumerate(following) if wanted}
     commit(state, inputs, inputs.query_lens, inputs.is_prefilling)
-    return samples[: len(rows), 0].tolist(), [logprobs[row].tolist() if row in logprobs else [] for row in range(len(rows))]
+    listed = [logprobs[row].tolist() if row in logprobs else [] for row in range(len(rows))]
+    return samples[: len(rows), 0].tolist(), listed
 
 
 def prompt_logprobs(model: HybridModel, hidden: Tensor, following: list[int]) -> Tensor:

@@ -34,7 +34,7 @@ class InputBatch:
     num_reqs: Tensor  # [1] int32, leading rows in use
     is_prefilling: Optional[Tensor] = None  # [B] bool; None: no row is
     rows: list[tuple[int, int, bool]] = field(default_factory=list)  # host: request, tokens, prefilling; those in use
-    agreed: Optional["Agreed"] = None  # what the step does on all ranks; None: there is one rank, or nothing to agree on
+    agreed: Optional["Agreed"] = None  # what the step does on all ranks; None: no ranks that agree
 
     @classmethod
     def empty(cls, rows: int, tokens: int, device) -> "InputBatch":

@@ -7,6 +7,7 @@ nobody had anything to say, and carries the news that a rank failed.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Optional
@@ -25,9 +26,13 @@ ROLL_CALL_SECONDS = 2.0
 class RankFailure(RuntimeError):
     """Another rank failed, died or stopped answering. `ranks` lists those known to have."""
 
-    def __init__(self, message: str, ranks: list[int]):
+    def __init__(self, message: str, ranks: Sequence[int] = ()):
         super().__init__(message)
-        self.ranks = ranks
+        self.ranks = list(ranks)
+
+
+def launched_by_torchrun() -> bool:
+    return dist.is_available() and dist.is_torchelastic_launched()
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class StepAgreement:
     Raises ValueError for a timeout that is not above 0, RuntimeError without an initialised torch.distributed.
     """
 
-    def __init__(self, store: dist.Store, timeout: float = TIMEOUT_SECONDS):
+    def __init__(self, store: "dist.Store", timeout: float = TIMEOUT_SECONDS):
         if not timeout > 0:
             raise ValueError(f"timeout is {timeout!r}, expected seconds above 0")
         if not dist.is_initialized():
@@ -141,7 +146,7 @@ class StepAgreement:
 
     def _refuse_if_failed(self) -> None:
         if self.failure is not None:
-            raise RankFailure(f"the ranks have stopped: {self.failure}", [])
+            raise RankFailure(f"the ranks have stopped: {self.failure}")
 
     def _reason(self, rank: int) -> str:
         try:
