@@ -3,6 +3,8 @@
 A module of its own, for processes import it. Each body gets its rank's `StepAgreement` and returns what it saw.
 """
 
+import contextlib
+import io
 import multiprocessing
 import os
 import sys
@@ -10,6 +12,7 @@ import time
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import forkserver
+from types import SimpleNamespace
 from typing import Any, Optional
 
 import pytest
@@ -161,8 +164,7 @@ def failing(agreement, how: str) -> None:
     """Rank 1 stops in the middle of its run: `how` says in what way. The others go on for as long as they can."""
     runner = tail_engine(agreement, num_spec=2)
     if agreement.rank == 1:
-        fail = {"forward": _raise, "schedule": _raise, "die": lambda *_: os._exit(7),
-                "hang": lambda *_: time.sleep(60)}[how]
+        fail = {"forward": _raise, "schedule": _raise, "die": lambda *_: os._exit(7)}[how]
         if how == "schedule":
             runner.scheduler.drafter.propose = fail
         else:
@@ -198,7 +200,7 @@ def staying_away(agreement) -> None:
         runner.generate([prompt(9)], SamplingParams(max_tokens=40))
     while runner.scheduler.has_work:
         runner.step()
-    time.sleep(8)
+    time.sleep(4)  # alive until it is missed
 
 
 def _raise(*_):
@@ -213,12 +215,43 @@ def _error_of(call) -> Exception:
     raise AssertionError("expected a failure")
 
 
-def eager_command(fail_on_rank: Optional[int] = None) -> int:
-    """`torch-replay` with a decode step that is not compiled; the rank named fails in its second prefill step."""
+def callback_raises(agreement) -> list[int]:
+    """Rank 1's callback fails in its second token; its caller goes on. Returns how many tokens each request got."""
+    runner, counts = tail_engine(agreement), {}
+
+    def on_output(output):
+        if agreement.rank == 1 and output.id == "bad" and len(output.token_ids) == 2:
+            _raise()
+
+    for name in ("bad", "good"):
+        runner.add_request(prompt(9), SamplingParams(max_tokens=6, ignore_eos=True), name, on_output)
+    while runner.has_work:
+        try:
+            counts.update((output.id, len(output.token_ids)) for output in runner.step())
+        except ValueError:
+            counts["raised"] = True
+    return counts
+
+
+def eager_command(fail_on_rank: Optional[int] = None, argv: Optional[list[str]] = None) -> int:
+    """`torch-replay` with a decode step that is not compiled; prefill fails on the rank named."""
     import torch_replay.graphs.step as step
     from torch_replay.cli import main
 
     step.compile_alone = lambda method: method
     if fail_on_rank is not None and int(os.environ["RANK"]) == fail_on_rank:
         torch_replay.engine.prefill = _raise
-    return main()
+    return main(argv)
+
+
+def command(agreement, argv: list[str]) -> tuple[int, str, str]:
+    """The command as `torchrun` starts it, in a process that is a rank already: status, stdout, stderr."""
+    from torch_replay import cli
+
+    cli.launched_by_torchrun = lambda: True
+    cli.StepAgreement = SimpleNamespace(from_torchrun=lambda cuda, timeout: agreement)
+    os.environ.update(RANK=str(agreement.rank), LOCAL_RANK=str(agreement.rank))
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = eager_command(argv=["generate", *argv])
+    return status, out.getvalue(), err.getvalue()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 from parallel_ranks import (
     Seen,
     bad_prompt,
+    callback_raises,
+    command,
     failing,
     failing_twice,
     run_ranks,
@@ -19,6 +22,7 @@ from parallel_ranks import (
     texts,
 )
 
+from torch_replay.cli import main
 from torch_replay.parallel import RankFailure, StepAgreement
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -95,6 +99,12 @@ def test_nothing_runs_after_a_failure(tmp_path):
         assert message == "the ranks have stopped: rank 1 failed: ValueError: boom"
 
 
+def test_a_callback_that_raises(tmp_path):
+    """Ends its request alone: the rank's caller may go on, and the other rank never knows."""
+    untouched, raised = values(run_ranks(tmp_path, 2, callback_raises))
+    assert untouched == {"bad": 6, "good": 6} and raised == {"raised": True, "bad": 1, "good": 6}
+
+
 def test_a_prompt_that_is_refused(tmp_path):
     """What `generate` refuses on one rank before its first step stops the others too."""
     waiting, failed = run_ranks(tmp_path, 2, bad_prompt)
@@ -116,7 +126,8 @@ def test_a_rank_that_stays_away(tmp_path):
     """Negative control: ranks that skip the message when idle make the others time out, after 1 second and 2 more."""
     waiting, absent = run_ranks(tmp_path, 2, staying_away, timeout=1.0)
     assert absent.error is None
-    assert type(waiting.error) is RankFailure and "rank 1 died or hangs (" in str(waiting.error)
+    assert type(waiting.error) is RankFailure and re.match(
+        r"rank 1 died or hangs \(.*Timed out waiting 1000ms", str(waiting.error))
     assert 1 <= waiting.seconds < 1 + 2 + SLACK_SECONDS
 
 
@@ -142,14 +153,11 @@ PROMPTS = ["import os\n", "And God said", "class Error(Exception):"]
 
 def test_command(tmp_path, capsys, monkeypatch):
     """torchrun: one JSON object, from the first rank, with every prompt's text in order and everybody's numbers."""
-    import torch_replay.graphs.step as step
-    from torch_replay.cli import main
-
     options = [*PROMPTS, "--max-tokens", "8", "--json", "--temperature", "0.5"]
     done = torchrun(tmp_path, 2, *options)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    monkeypatch.setattr(step, "compile_alone", lambda method: method)
+    monkeypatch.setattr("torch_replay.graphs.step.compile_alone", lambda method: method)
     assert main(["generate", *options]) == 0
     alone = json.loads(capsys.readouterr().out)
     assert result["requests"] == alone["requests"]
@@ -159,14 +167,37 @@ def test_command(tmp_path, capsys, monkeypatch):
 
 
 def test_command_with_an_idle_rank(tmp_path):
-    """As text: the prompts in order, each once, then one table."""
-    done = torchrun(tmp_path, 3, *PROMPTS[:2], "--max-tokens", "5")
-    assert done.returncode == 0, done.stderr
-    out = done.stdout
-    order = ["--- prompt 1 of 2\nimport os", "--- prompt 2 of 2\nAnd God said", "rank 0 "]
+    """As text: prompts in order, each once, then one table, all from the first rank; the others print nothing."""
+    argv = [*PROMPTS[:2], "--max-tokens", "5"]
+    first, *others = values(run_ranks(tmp_path, 3, command, argv))
+    status, out, err = first
+    assert status == 0 and "compiling the decode step" in err and "waiting for the other ranks" in err
+    order = ["--- prompt 1 of 2\nimport os", "--- prompt 2 of 2\nAnd God said", "prefill "]
     assert sorted(order, key=out.index) == order
-    assert [out.count(line) for line in ("--- prompt", "graph breaks", "rank 1 ", "rank 2 ")] == [2, 1, 1, 1]
-    assert "rank 2                         0 tokens prefilled, 0 decoded in 0 steps" in out
+    assert [out.count(line) for line in ("--- prompt", "graph breaks", "rank 0 ", "rank 1 ")] == [2, 1, 1, 1]
+    assert re.search(r"^rank 2 +0 tokens prefilled, 0 decoded in 0 steps$", out, re.M)
+    assert others == [(0, "", "")] * 2
+    alone = values(run_ranks(tmp_path, 1, command, argv))[0][1]
+    assert out[: out.index("prefill ")] == alone[: alone.index("prefill ")], "the same text"
+
+
+def test_command_refuses_on_one_rank(tmp_path):
+    """A prompt too long for the rank that has it: its line of reason, status 2 there and 1 elsewhere, soon."""
+    first, refused = run_ranks(tmp_path, 2, command, ["short", "long " * 3000])
+    assert refused.value[0] == 2 and "torch-replay: prompt 2: prompt_ids: expected 1 to" in refused.value[2]
+    assert first.value[0] == 1 and "torch-replay: rank 0 stops: rank 1 died or hangs" in first.value[2]
+    assert first.value[1] == refused.value[1] == "" and first.seconds < 2 + SLACK_SECONDS
+
+
+@pytest.mark.parametrize("device, message", [
+    ("cuda:0", "--device cuda:0: expected cuda under torchrun"), ("cuda", "--device cuda:1: this machine has no")])
+def test_command_gives_each_rank_a_device(capsys, monkeypatch, device, message):
+    """Rank 1 of a machine takes its second GPU; a device for all of them is refused. (Here: no second GPU.)"""
+    monkeypatch.setattr("torch_replay.cli.launched_by_torchrun", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert main(["generate", "x", "--device", device]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_command_that_fails(tmp_path):
