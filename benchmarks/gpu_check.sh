@@ -22,7 +22,7 @@ sanitize_seconds=${SANITIZE_SECONDS:-570}
 within() { timeout -s INT -k 20 "$@"; }
 tests() { within "$1" python3 -m pytest -q --tb=short --durations=10 -p no:cacheprovider "${@:2}"; }
 
-gpu_tests() { tests "$gpu_tests_seconds" -n 8 -m gpu tests compile_tests; }
+gpu_tests() { tests "$gpu_tests_seconds" -n "$(nproc)" -m gpu tests compile_tests; }
 
 # the interpreter's tests say nothing about this machine
 cpu_tests() {

@@ -6,8 +6,8 @@ from tiny import tiny_model
 
 
 def test_forward():
-    """fullgraph Inductor over two chunks of a model with both scans and both kinds of attention."""
-    model = tiny_model(pattern=("mamba2", "gdn", "swa", "full"))
+    """fullgraph Inductor over two chunks of a model with both scans, both kinds of attention and n-grams."""
+    model = tiny_model(pattern=("mamba2", "gdn", "engram", "swa", "full"))
     ids = torch.randint(1, 61, (1, 70), generator=torch.Generator().manual_seed(0))
     torch._dynamo.reset()
     with torch.no_grad():

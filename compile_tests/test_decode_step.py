@@ -5,8 +5,10 @@ from collections import Counter
 import pytest
 import torch
 from tiny import engine, tiny_model
+from torch._inductor.utils import run_and_get_code
 
 from torch_replay import SamplingParams
+from torch_replay.engram import DeviceTable
 from torch_replay.graphs.step import compile_alone
 
 PATTERN = ("mamba2", "gdn", "swa", "full", "mlp", "mamba2")
@@ -70,6 +72,50 @@ def test_op_histogram(model, memory, num_spec, route):
     assert {name.removesuffix(".default"): n for name, n in ours.items()} == HISTOGRAM[memory]
     # in and out of each mixer, up and down of the MLP, and the tied head
     assert sum(n for name, n in calls.items() if "linear" in name) == 2 * len(PATTERN) + 1
+
+
+def test_engram_op_histogram():
+    """Two engram layers add one lookback, one hash and one lookup to the graph, and nothing waits for the host."""
+    calls, graphs = traced(tiny_model(pattern=("mamba2", "engram", "mlp", "engram")), num_spec=3)
+    assert graphs == 1
+    ours = {name.split(".")[1]: n for name, n in calls.items() if name.startswith("torch_replay.")}
+    assert {"engram_lookback": 1, "ngram_hash": 1, "engram_lookup": 1}.items() <= ours.items()
+    assert len(ours) == 3 + len({"prepare_positions", "gather_block_tables", "conv_replay", "mamba2_replay",
+                                 "ring_commit"})
+
+
+def test_engram_compiles_once():
+    """The step with engram layers stays one graph without recompiles, writes the eager text, and copies no history."""
+    model = tiny_model(5, pattern=("mamba2", "engram", "full"))
+    prompts = [torch.randint(1, 61, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 20)]
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    want = [output.token_ids for output in engine(model, num_spec=2).generate(prompts, params)]
+    runner = engine(model, compiled=True, num_spec=2)
+    _, codes = run_and_get_code(runner.warm_up, sampling=False)
+    history = runner.state.requests.history.ids
+    copies = [line for code in codes for line in code.splitlines()
+              if "empty_strided" in line and f"({history.shape[0]}, {history.shape[1]})" in line]
+    assert codes and not copies
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert [output.token_ids for output in runner.generate(prompts, params)] == want
+    assert runner.compile_counts.as_dict() == {"graphs": 1, "graph_breaks": 0, "recompiles": 0}
+
+
+def test_prefetched_engram_compiles_once(monkeypatch):
+    """Where the host fetches the rows, the step is one graph too, and it neither hashes nor looks up."""
+    model = tiny_model(5, pattern=("mamba2", "engram", "mlp"))
+    model.engram.place(DeviceTable(model.engram.weight.detach()))
+    prompts = [torch.randint(1, 61, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 20)]
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    want = [output.token_ids for output in engine(model, num_spec=2).generate(prompts, params)]
+    monkeypatch.setattr(DeviceTable, "needs_prefetch", lambda self, device: True)
+    calls, graphs = traced(model, num_spec=2)
+    assert graphs == 1 and not any("engram" in name or "ngram" in name for name in calls)
+    runner = engine(model, compiled=True, num_spec=2)
+    runner.warm_up(sampling=False)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert [output.token_ids for output in runner.generate(prompts, params)] == want
+    assert runner.compile_counts.as_dict() == {"graphs": 1, "graph_breaks": 0, "recompiles": 0}
 
 
 @pytest.mark.parametrize("options", [{"num_spec": 2}, {"replay": False, "num_spec": 2}, {"window": 3},

@@ -19,6 +19,9 @@ compute_slot_mappings(Tensor(a0!) slot_mappings, Tensor block_tables, Tensor que
 conv_replay(Tensor(a0!) conv_ring, Tensor x, Tensor weight, Tensor? bias, Tensor positions, Tensor slots,
     Tensor? query_lens=None, *, bool silu) -> Tensor
 copy_slots(Tensor(a0!) pool, Tensor src_slots, Tensor dst_slots, Tensor layer_group, Tensor active_rows) -> ()
+engram_lookback(Tensor(a0!) lookback, Tensor token_ids, Tensor positions, Tensor query_start_loc, Tensor
+    idx_mapping, Tensor num_reqs, Tensor? query_lens=None) -> ()
+engram_lookup(Tensor table, Tensor? scales, Tensor rows) -> Tensor
 gather_block_tables(Tensor(a0!) block_tables, Tensor request_tables, Tensor idx_mapping, Tensor num_reqs) ->
     ()
 gather_replay_rows(Tensor(a0!) rows, Tensor(a1!) kept_query_start_loc, Tensor(a2!) kept_positions, Tensor(a3!)
@@ -55,6 +58,8 @@ mamba2_replay(Tensor(a0!) state, Tensor(a1!) x_ring, Tensor(a2!) B_ring, Tensor(
 mamba2_update(Tensor(a0!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z,
     Tensor? dt_bias, Tensor slots, Tensor? query_lens=None, Tensor? token_slots=None, *, bool
     dt_softplus=True, float dt_min=0.0, float? dt_max=None) -> Tensor
+ngram_hash(Tensor ids, Tensor positions, Tensor query_start_loc, Tensor lookback, Tensor token_map, Tensor
+    multipliers, Tensor primes, Tensor offsets, Tensor pad_id, Tensor? query_lens=None) -> Tensor
 pad_replayed_slots(Tensor(a0!) slot_mappings, Tensor cacheable_groups, Tensor query_start_loc, Tensor
     positions, Tensor replay_start, Tensor? query_lens=None, *, SymInt window) -> ()
 paged_attention(Tensor q, Tensor cache, Tensor block_table, Tensor seq_lens, Tensor query_start_loc, Tensor?

@@ -19,6 +19,7 @@ from ..models import HybridModel
 from ..models.cached import Batch, forward_hidden
 from ..replay_context import ReplayContext
 from ..sampling import count_accepted, sample_tokens
+from .engram import token_history
 
 if TYPE_CHECKING:
     from ..parallel import Agreed
@@ -30,7 +31,7 @@ class RequestState:
     """Persistent per-request buffers, by request index: lengths, sampling parameters and block tables.
 
     num_computed, top_k: [max_reqs] int32. temperature, top_p: [max_reqs] float32. seeds: [max_reqs] int64.
-    kv_tables: [KV kinds, max_reqs, C] int32. block_sizes: [KV kinds] int32.
+    kv_tables: [KV kinds, max_reqs, C] int32. block_sizes: [KV kinds] int32. history: token ids, with engram layers.
     """
 
     def __init__(self, memory: ModelMemory, max_model_len: int):
@@ -41,6 +42,7 @@ class RequestState:
         columns = -(-max_model_len // memory.config.block_size)
         self.kv_tables = torch.zeros(len(memory.kv), size, columns, dtype=torch.int32, device=device)
         self.block_sizes = torch.full((len(memory.kv),), memory.config.block_size, dtype=torch.int32, device=device)
+        self.history = token_history(memory.engram, size, max_model_len, device)
 
 
 @dataclass
@@ -99,7 +101,12 @@ class DecodeStep:
         route: "greedy" if every row is greedy, else "sampled"; each is a graph of its own.
         """
         self.inputs.fill(rows)
+        history = self.state.requests.history
+        if history is not None:
+            history.prefetch(rows, self.rows, self.tokens, keep=True)
         out = self.run[route]().tolist()[: len(rows)]
+        if history is not None:
+            history.advance([index for index, _ in rows], [row[-2] for row in out])
         return DecodeOutput([row[: self.tokens] for row in out], [row[-2] for row in out],
                             [bool(row[-1]) for row in out])
 
@@ -120,7 +127,12 @@ def prefill(model: HybridModel, state: DefaultModelState, rows: list[tuple[int, 
     inputs = state.prepare_dummy_inputs(padded, longest)
     inputs.fill(rows, [True] * len(rows))
     inputs.agreed = agreed
+    history = state.requests.history
+    if history is not None:
+        history.prefetch(rows, padded, longest)
     batch = state.prepare_inputs(inputs)
+    if history is not None:
+        history.advance([index for index, _ in rows], [len(tokens) for _, tokens in rows])
     state.prepare_attn(batch, inputs)
     for states in memory.states.values():
         if isinstance(states, ReplayContext) and states.mode == "align":

@@ -6,6 +6,7 @@ the argument at fault. Nothing here imports Triton or FlashInfer.
 
 from .attention.op import paged_attention, swa_attention, swa_indices
 from .conv.op import conv_replay, copy_slots
+from .engram.op import engram_lookback, engram_lookup, ngram_hash
 from .gdn.op import gdn_materialize, gdn_replay, gdn_update
 from .kda.op import kda_materialize, kda_replay, kda_update
 from .mamba2.op import mamba2_materialize, mamba2_replay, mamba2_update
@@ -20,6 +21,8 @@ __all__ = [
     "compute_slot_mappings",
     "conv_replay",
     "copy_slots",
+    "engram_lookback",
+    "engram_lookup",
     "gather_block_tables",
     "gather_replay_rows",
     "gdn_materialize",
@@ -31,6 +34,7 @@ __all__ = [
     "mamba2_materialize",
     "mamba2_replay",
     "mamba2_update",
+    "ngram_hash",
     "pad_replayed_slots",
     "paged_attention",
     "prepare_positions",

@@ -75,7 +75,7 @@ def register(
         check_values: called with the op's arguments before a CPU kernel; looks at values (slot ranges, lengths),
             which a GPU cannot do without a host sync.
 
-    A CUDA kernel runs with the device of the op's first argument, always a tensor, as the current one.
+    A CUDA kernel runs with the device of the op's first CUDA tensor as the current one.
 
     The wrapper raises TypeError for an argument of the wrong type and, through the body, ValueError for wrong shapes,
     dtypes, devices and values. Ops are for inference: arguments that require a gradient raise while autograd records.
@@ -104,9 +104,11 @@ def register(
 def _implementation(op: Op, device: str) -> Callable:
     def run(*args, **kwargs):
         # Triton launches on the current device, wherever the tensors lie
-        if device == "cuda" and args[0].device.index != torch.cuda.current_device():
-            with torch.cuda.device(args[0].device):
-                return run(*args, **kwargs)
+        if device == "cuda":
+            where = next(value.device for value in args if isinstance(value, torch.Tensor) and value.is_cuda)
+            if where.index != torch.cuda.current_device():
+                with torch.cuda.device(where):
+                    return run(*args, **kwargs)
         out = op.body(*args, **kwargs)
         if device == "cpu" and op.check_values is not None:
             op.check_values(*args, **kwargs)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .rounding import LARGEST
 
-FAMILIES = ("mamba2", "gdn", "kda", "conv", "ring", "tokens", "attention")
+FAMILIES = ("mamba2", "gdn", "kda", "conv", "ring", "tokens", "attention", "engram")
 
 
 class Rng:

@@ -9,6 +9,7 @@ import torch
 
 from torch_replay.ops.attention import samples as attention
 from torch_replay.ops.conv import samples as conv
+from torch_replay.ops.engram import samples as engram
 from torch_replay.ops.gdn import samples as gdn
 from torch_replay.ops.kda import samples as kda
 from torch_replay.ops.mamba2 import samples as mamba2
@@ -98,10 +99,24 @@ def token_cases() -> list[tuple]:
     ]
 
 
+def engram_cases() -> list[tuple]:
+    """The published geometry: 8 heads of orders 2 to 4, float8 rows of 256 values, and 16-bit rows of a small table."""
+    published = dict(orders=4, heads=8, vocab=300)
+    coarse = [dict(dim=256, coarse=True, packed=packed) for packed in (False, True)]
+    return [
+        *cases("engram_lookback", engram.histories, {}, dict(uniform=True)),
+        *cases("ngram_hash", engram.hashes, published, dict(published, uniform=True)),
+        *cases("engram_lookup", engram.lookups, *coarse, dict(dim=16)),
+        *cases("ngram_hash", engram.hashes, dict(orders=5, heads=3), usual=False),
+        *cases("engram_lookup", engram.lookups, dict(dim=33), dict(dim=1, strided=True), usual=False),
+    ]
+
+
 ODD_DELTA = dict(rows=1, tokens=3, key_heads=3, heads=6, key_dim=33, value_dim=17, **ODD_RING)
 CASES = {
     "mamba2": mamba2_cases(),
     "gdn": delta_cases("gdn", gdn) + cases("gdn_replay", gdn.replay, ODD_DELTA, usual=False),
     "kda": delta_cases("kda", kda),
     "attention": attention_cases(), "conv": conv_cases(), "ring": ring_cases(), "tokens": token_cases(),
+    "engram": engram_cases(),
 }

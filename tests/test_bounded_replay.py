@@ -158,6 +158,7 @@ EXACT = {
     "states_alone": ("gdn", "mamba2"),
     "attention_alone": ("full", "mlp", "full"),
     "one_window_last": ("mamba2", "gdn", "full", "swa", "mlp"),
+    "n_grams_across_the_hit": ("mamba2", "engram", "full", "engram", "swa"),
     "one_window_then_full": ("mamba2", "swa", "full", "mlp", "full"),
 }
 INEXACT = {"two_windows": ("swa", "mamba2", "full", "swa"), "states_behind": ("swa", "full", "gdn")}

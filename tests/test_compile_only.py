@@ -14,7 +14,7 @@ from torch_replay.ops.registry import OPS
 SCRIPT = Path(__file__).with_name("compile_only.py")
 ARCHES = (80, 90, 100)
 # two processes of about equal length: compiling takes a core each
-HALVES = (["hoard", "mamba2", "attention"], ["gdn", "kda", "conv", "ring", "tokens"])
+HALVES = (["hoard", "mamba2", "attention"], ["gdn", "kda", "conv", "ring", "tokens", "engram"])
 FILE_REGISTERS = 65536  # of a multiprocessor
 SHARED = 99 * 1024  # bytes that the smallest GPU since sm_80 gives to a program
 SLACK = 64  # bytes of stack a thread that sizes of no model may take

@@ -16,7 +16,7 @@ FAMILY = {op: OPS[op].body.__module__.split(".")[-2] for op in OPS}
 FIRST = {sample.op: sample for sample in reversed(samples())}  # an op's first sample
 # samples between which every argument of an op is given
 FULL = [sample for sample in samples() if any(name in sample.id for name in (
-    "typical", "ragged", "padded", "stochastic", "kept", "replay", "mode_none", "state_int8"))]
+    "typical", "ragged", "padded", "stochastic", "kept", "replay", "mode_none", "state_int8", "fp8_rows"))]
 
 
 def fakes(arguments: dict, **elsewhere: str) -> dict:
@@ -48,7 +48,7 @@ def test_every_tensor_was_moved():
     assert given == tensors
 
 
-@pytest.mark.parametrize("op", ["mamba2_replay", "ring_reset"])
+@pytest.mark.parametrize("op", ["mamba2_replay", "ring_reset", "engram_lookup"])
 def test_launches_on_the_tensors_device(monkeypatch, op):
     """The kernel runs with its tensors' device as the current one, and a device that is current is not set again."""
     current, entered = [0], []
@@ -67,7 +67,10 @@ def test_launches_on_the_tensors_device(monkeypatch, op):
     run = registry._implementation(OPS[op], "cuda")
     with override_kernel(op, "cuda", lambda *args, **kwargs: seen.append(current[0])), FakeTensorMode():
         for index in (1, 0):
-            moved = fakes(arguments, **dict.fromkeys(arguments, f"cuda:{index}"))
+            places = dict.fromkeys(arguments, f"cuda:{index}")
+            if op == "engram_lookup":
+                places["table"] = "cpu"  # in pinned memory, which the kernel reads from there
+            moved = fakes(arguments, **places)
             kinds = {key: parameter.kind for key, parameter in OPS[op].signature.parameters.items()}
             run(*(value for key, value in moved.items() if kinds[key] != kinds[key].KEYWORD_ONLY),
                 **{key: value for key, value in moved.items() if kinds[key] == kinds[key].KEYWORD_ONLY})

@@ -131,8 +131,8 @@ def test_measured_choice():
 def test_limits_fall_back():
     """Several tokens, 8-bit states and windows that FlashInfer cannot serve run on Triton, and are counted."""
     for options in (dict(tokens=4), dict(state_dtype=torch.int8), dict(window=7)):
-        arguments = named("mamba2_replay", *sample("mamba2_replay", replay_builder, "fi", rows=2, ring_len=21, **options)
-                          .make("cuda", torch.bfloat16))
+        refused = sample("mamba2_replay", replay_builder, "fi", rows=2, ring_len=21, **options)
+        arguments = named("mamba2_replay", *refused.make("cuda", torch.bfloat16))
         with set_backend("flashinfer", "mamba2_replay"):
             ops.mamba2_replay(**arguments)
     assert sum(backends.describe("mamba2_replay")["refused"].values()) == 3 and not backends._proven

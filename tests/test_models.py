@@ -13,7 +13,7 @@ import torch
 
 from torch_replay.models import LAYER_KINDS, HybridConfig, HybridModel, load_tokenizer, small_model_dir
 from torch_replay.models import layers as layers_module
-from torch_replay.models.evaluate import forgetting_losses, generate_slow, token_losses
+from torch_replay.models.evaluate import forgetting_losses, generate_slow, shut_engram, token_losses
 from torch_replay.models.layers import causal_conv
 
 sys.path.append(str(Path(__file__).parent))  # importlib mode adds no folder of its own
@@ -27,6 +27,7 @@ def tiny_config(**changes):
         "mamba_heads": 6, "mamba_head_dim": 5, "mamba_state_dim": 7, "mamba_groups": 2,
         "gdn_key_heads": 2, "gdn_value_heads": 4, "gdn_key_dim": 6, "gdn_value_dim": 9,
         "num_heads": 6, "num_kv_heads": 3, "head_dim": 8, "sliding_window": 5, "mlp_hidden": 17,
+        "engram_order": 4, "engram_heads": 3, "engram_dim": 5, "engram_table_size": 41,
     }  # fmt: skip
     return HybridConfig(**(values | changes))
 
@@ -37,7 +38,7 @@ def tiny_model(seed=0, **changes):
     model = HybridModel(tiny_config(**changes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(("norm.weight", "conv_bias", "mixer.D")):
+            if name.endswith(("norm.weight", "conv_bias", "mixer.D", "q_weight", "k_weight", "engram.weight")):
                 parameter.add_(0.3 * torch.randn_like(parameter))
     return model.eval()
 
@@ -58,6 +59,8 @@ def error(got, truth):
         (("swa", "full"), 40, {"sliding_window": 64, "num_kv_heads": 1}),
         (("mlp",), 3, {}),
         (("gdn", "mamba2", "mamba2", "mlp"), 66, {"conv_width": 2}),
+        (("engram",), 30, {"engram_order": 2, "engram_heads": 1}),
+        (("engram", "mlp", "engram"), 30, {"engram_order": 5}),
     ],
 )
 def test_forward_equals_truth(pattern, tokens, changes):
@@ -187,10 +190,10 @@ def test_bad_folders(tmp_path):
     with pytest.raises(ValueError, match=r"layers.4.mixer.out_proj.weight: got shape \[24, 17\], expected \[24, 18\]"):
         HybridModel.from_pretrained(tmp_path)
     tiny_config(pattern=LAYER_KINDS[:4]).save(tmp_path / "config.json")
-    with pytest.raises(ValueError, match="got a tensor layers.4"):
+    with pytest.raises(ValueError, match="got a tensor engram.token_map"):
         HybridModel.from_pretrained(tmp_path)
     tiny_config(pattern=(*LAYER_KINDS, "mlp")).save(tmp_path / "config.json")
-    with pytest.raises(ValueError, match="got no tensor layers.5"):
+    with pytest.raises(ValueError, match="got no tensor layers.6"):
         HybridModel.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="not readable as JSON"):
@@ -222,6 +225,9 @@ def test_config_round_trip(tmp_path):
         ({"num_kv_heads": 4}, "num_heads: got 6"),
         ({"head_dim": 7}, "head_dim: got 7, expected an even number"),
         ({"norm_eps": 0.0}, "norm_eps: got 0.0"),
+        ({"engram_order": 1}, "engram_order: got 1, expected 2 or more"),
+        ({"engram_dim": 0}, "engram_dim: got 0"),
+        ({"engram_vocab_size": 32}, r"engram_vocab_size: got 32, expected an integer in \[0, 31\]"),
         ({"rope_theta": float("nan")}, "rope_theta: got nan"),
         ({"eos_token_id": 31}, r"eos_token_id: got 31, expected an integer in \[0, 31\)"),
     ],
@@ -264,8 +270,8 @@ def small():
 def test_small_model_folder(small):
     """The shipped folder is complete, small, and of one piece."""
     model, tokenizer = small
-    assert (small_model_dir() / "model.safetensors").stat().st_size <= 10_000_000
-    assert set(model.config.pattern) == set(LAYER_KINDS)
+    assert (small_model_dir() / "model.safetensors").stat().st_size <= 12_000_000
+    assert set(model.config.pattern) >= set(LAYER_KINDS) - {"engram"}
     assert tokenizer.get_vocab_size() == model.config.vocab_size
     assert tokenizer.token_to_id("<|endoftext|>") == model.config.eos_token_id
     card = (small_model_dir() / "README.md").read_text()
@@ -321,6 +327,32 @@ def test_small_model_uses_its_state(small):
         ids = torch.tensor(tokenizer.encode(text).ids)
         kept, zeroed = forgetting_losses(model, ids.unfold(0, 136, 7)[:32], 128)
         assert (zeroed - kept)[:, :8].mean() > 0.15
+
+
+def test_small_model_uses_its_engram(small):
+    """Shutting the gate of the engram layer clearly raises the loss of library source and of scripture."""
+    model, tokenizer = small
+    if "engram" not in model.config.pattern:
+        pytest.skip("the shipped model has no engram layer yet")
+    for text in (inspect.getsource(sched), PSALM):
+        ids = torch.tensor([tokenizer.encode(text).ids[:1024]])
+        kept = token_losses(model, ids)
+        with shut_engram(model):
+            assert (token_losses(model, ids) - kept).mean() > 0.05
+        assert torch.equal(token_losses(model, ids), kept)
+
+
+def test_shut_engram():
+    """Without the gate a model is the one that has no engram layer at all."""
+    model = tiny_model(pattern=("mlp", "engram", "gdn"))
+    ids = torch.randint(31, (1, 20))
+    without = HybridModel(tiny_config(pattern=("mlp", "gdn"))).eval()
+    with torch.no_grad():
+        for name, value in without.state_dict().items():
+            value.copy_(model.state_dict()[name.replace("layers.1", "layers.2")])
+        with shut_engram(model):
+            assert torch.equal(model(ids), without(ids))
+        assert not torch.allclose(model(ids), without(ids))
 
 
 def test_generate_slow_is_greedy_and_padded_right(small):

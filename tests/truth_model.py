@@ -5,7 +5,9 @@ It shares the model's parameters and nothing of its code, so that a mistake in a
 
 import math
 
+import numpy as np
 import torch
+from truth_engram import compress, token_hash
 
 
 class TruthModel:
@@ -17,11 +19,13 @@ class TruthModel:
     def __init__(self, model):
         self.config = model.config
         self.weights = {name: value.detach().cpu().double() for name, value in model.state_dict().items()}
+        self.engram = _hash_constants(model.config) if "engram" in model.config.pattern else None
         self.reset()
 
     def reset(self):
         """Forgets every token."""
         self.position = 0
+        self.ids = []
         self.past_inputs = [[] for _ in self.config.pattern]  # of the short convolutions
         self.past_kv = [[] for _ in self.config.pattern]
         self.states = [None for _ in self.config.pattern]
@@ -37,9 +41,13 @@ class TruthModel:
 
     def step(self, token):
         """Logits `[V]` after one more token."""
+        self.ids.append(int(token))
         x = self.weights["embedding.weight"][int(token)]
         for index, kind in enumerate(self.config.pattern):
             layer = self._layer(index)
+            if kind == "engram":
+                x = x + self._engram(index, layer, x)
+                continue
             normed = self._rms_norm(x, layer["norm.weight"])
             run = {"mamba2": self._mamba2, "gdn": self._gdn, "mlp": self._mlp}.get(kind, self._attention)
             x = x + run(index, kind, layer, normed)
@@ -50,7 +58,7 @@ class TruthModel:
         prefix = f"layers.{index}."
         names = [name for name in self.weights if name.startswith(prefix)]
         return {name.removeprefix(prefix).removeprefix("mixer."): self.weights[name] for name in names} | {
-            "norm.weight": self.weights[f"{prefix}norm.weight"],
+            "norm.weight": self.weights.get(f"{prefix}norm.weight"),
             "inner_norm": self.weights.get(f"{prefix}mixer.norm.weight"),
         }
 
@@ -125,6 +133,21 @@ class TruthModel:
             out.append(sum(weight * old_v[kv_head] for weight, (_, old_v) in zip(scores.softmax(0), past)))
         return layer["out_proj.weight"] @ torch.cat(out)
 
+    def _engram(self, index, layer, x):
+        c, token_map = self.config, self.weights["engram.token_map"].long()
+        recent = self.ids[::-1][: c.engram_order]
+        sources = [compress(token, token_map) for token in recent] + [None] * (c.engram_order - len(recent))
+        if sources[0] is None:
+            return torch.zeros_like(x)  # a masked token reads nothing
+        pad = max(int(token_map[c.eos_token_id]), 0)
+        rows = token_hash(sources, *self.engram[index], pad)
+        projected = layer["kv_proj.weight"] @ torch.cat([self.weights["engram.weight"][row] for row in rows])
+        key, value = projected.split(c.hidden_size)
+        query = self._rms_norm(x, layer["q_weight"][0])
+        dot = float(query @ self._rms_norm(key, layer["k_weight"][0])) / c.hidden_size**0.5
+        root = max(abs(dot), 1e-6) ** 0.5
+        return value / (1 + math.exp(-root if dot >= 0 else root))
+
     def _rotate(self, row):
         half = self.config.head_dim // 2
         turned = row.clone()
@@ -134,6 +157,26 @@ class TruthModel:
             turned[i] = row[i] * cos - row[i + half] * sin
             turned[i + half] = row[i + half] * cos + row[i] * sin
         return turned
+
+
+def _hash_constants(config):
+    """By index of an engram layer: multipliers, primes by order, and first rows in the table that all layers share."""
+    constants, candidate, first = {}, config.engram_table_size, 0
+    for index in (i for i, kind in enumerate(config.pattern) if kind == "engram"):
+        bound = max(1, (2**63 - 1) // (config.engram_vocab_size or config.vocab_size) // 2)
+        odd = np.random.default_rng(10007 * index).integers(0, bound, size=config.engram_order, dtype=np.int64) * 2 + 1
+        primes, offsets = [], []
+        for _ in range(2, config.engram_order + 1):
+            primes.append([])
+            offsets.append([])
+            while len(primes[-1]) < config.engram_heads:
+                if candidate > 1 and all(candidate % divisor for divisor in range(2, math.isqrt(candidate) + 1)):
+                    primes[-1].append(candidate)
+                    offsets[-1].append(first)
+                    first += candidate
+                candidate += 1
+        constants[index] = odd.tolist(), primes, offsets
+    return constants
 
 
 def _silu(x):

@@ -36,7 +36,7 @@ class ModelMemory:
     Attributes:
         states: family -> ReplayContext, or PlainStates without replay. One context per family, one group in each.
         kv: KV kind -> list of caches [blocks, block_size, 2, KVH, D], each a storage of its own.
-        attention_window: SW.
+        attention_window: SW. engram: the model's `EngramStore`, or None.
         place: for each sublayer, its index among the layers of its kind.
     """
 
@@ -45,6 +45,7 @@ class ModelMemory:
         pattern = model.config.pattern
         self.place = [pattern[:i].count(kind) for i, kind in enumerate(pattern)]
         self.attention_window = model.config.sliding_window
+        self.engram = model.engram
         self.states, self.kv = {}, {}
         for family in STATE_KINDS:
             layers = [state_layer(model.config, config, family, i) for i, kind in enumerate(pattern) if kind == family]

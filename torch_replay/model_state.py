@@ -133,7 +133,8 @@ class DefaultModelState:
         """The request at `index` has ended or was put back."""
 
     def update_requests(self, requests: list[Request], admitted: list[Request]) -> None:
-        """Uploads what a step reads of its requests: lengths, block tables, and which slots their states go through.
+        """Uploads what a step reads of its requests: lengths, block tables, the tokens before a prompt chunk, and which
+        slots their states go through.
 
         admitted: those of them whose state starts with this step, from a snapshot or from nothing.
         """
@@ -149,6 +150,9 @@ class DefaultModelState:
                 table = request.tables[kind]
                 tables[group, row, : len(table)] = torch.tensor(table, dtype=torch.int32)
         state.kv_tables[:, index] = tables.to(device)
+        for request in requests if state.history is not None else ():
+            if not request.is_decoding:
+                state.history.upload(request.index, request.tokens, request.num_computed)
         for states in self.memory.states.values():
             if isinstance(states, ReplayContext) and states.mode == "align":
                 self._update_slots(states, index, requests, admitted)
@@ -174,7 +178,8 @@ class DefaultModelState:
         return [count for _, count, _ in rows]
 
     def prepare_inputs(self, inputs: InputBatch) -> Batch:
-        """Positions, lengths and state slots of a step in the uniform layout. Writes the contexts' `block_tables`."""
+        """Positions, lengths, state slots and n-gram entries of a step in the uniform layout. Writes the contexts'
+        `block_tables` and the token history."""
         memory, idx_mapping = self.memory, inputs.idx_mapping
         (rows, tokens), device = inputs.input_ids.shape, idx_mapping.device
         query_start_loc = torch.arange(rows + 1, dtype=torch.int32, device=device) * tokens
@@ -192,8 +197,11 @@ class DefaultModelState:
             else:
                 state_slots[family], token_slots[family] = states.step_slots(idx_mapping)
                 conv_slots[family] = torch.where(idx_mapping >= 0, idx_mapping + 1, 0)
-        return Batch(positions, positions.view(rows, tokens)[:, 0], seq_lens, query_start_loc, inputs.query_lens,
-                     conv_slots, state_slots, token_slots)
+        batch = Batch(positions, positions.view(rows, tokens)[:, 0], seq_lens, query_start_loc, inputs.query_lens,
+                      conv_slots, state_slots, token_slots)
+        if self.requests.history is not None:
+            batch.engram = self.requests.history.contexts(inputs.input_ids, batch, idx_mapping, inputs.num_reqs)
+        return batch
 
     def prepare_dummy_inputs(self, rows: int, tokens: int) -> InputBatch:
         """A batch of rows of padding: it reads no request's memory and changes no state."""

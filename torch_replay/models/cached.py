@@ -38,6 +38,7 @@ class Batch:
     state_slots: dict[str, Tensor]  # by family, [B] int32, likewise
     token_slots: dict[str, Optional[Tensor]]  # by family, [B, T] or None
     attn: dict[str, AttnMetadata] = field(default_factory=dict)  # by KV kind
+    engram: Optional[list[tuple[Tensor, Tensor]]] = None  # by engram layer, see graphs/engram.py
     tail: Optional["TailBatch"] = None  # decoder-side replay, in steps that drop tokens
 
 
@@ -73,6 +74,8 @@ def _run_layers(layers, memory, x, rope, batch, prefill) -> Tensor:
         h = layer.norm(x)
         if layer.kind == "mlp":
             y = layer.mixer(h)
+        elif layer.kind == "engram":
+            y = layer.mixer(h, batch.engram[place])
         elif layer.kind in ("swa", "full"):
             y = _attention(layer.mixer, layer.kind, memory.kv[layer.kind][place], h, rope, batch)
         else:

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 MODEL_TYPE = "torch_replay_hybrid"
-LAYER_KINDS = ("mamba2", "gdn", "swa", "full", "mlp")
+LAYER_KINDS = ("mamba2", "gdn", "swa", "full", "mlp", "engram")
 _REAL_FIELDS = ("rope_theta", "norm_eps")
 
 
@@ -44,6 +44,11 @@ class HybridConfig:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     decoder_replay_layers: int = 0
+    engram_order: int = 3  # n: n-grams of 2 to n tokens
+    engram_heads: int = 4  # H, table rows read for each order
+    engram_dim: int = 16  # D, values of a table row
+    engram_table_size: int = 4096  # rows of a column, about: where the search for primes begins
+    engram_vocab_size: int = 0  # compressed ids; 0: vocab_size, every token its own
 
     def __post_init__(self):
         _check_pattern(self.pattern)
@@ -51,13 +56,18 @@ class HybridConfig:
         for field in dataclasses.fields(self):
             if field.name in _REAL_FIELDS:
                 _check_real(field.name, getattr(self, field.name))
-            elif field.name not in ("pattern", "eos_token_id", "decoder_replay_layers"):
+            elif field.name not in ("pattern", "eos_token_id", "decoder_replay_layers", "engram_vocab_size"):
                 _check_size(field.name, getattr(self, field.name))
         _check_divides(self, "mamba_heads", "mamba_groups")
         _check_divides(self, "gdn_value_heads", "gdn_key_heads")
         _check_divides(self, "num_heads", "num_kv_heads")
         if self.head_dim % 2:
             raise ValueError(f"head_dim: got {self.head_dim}, expected an even number (RoPE turns pairs)")
+        if self.engram_order < 2:
+            raise ValueError(f"engram_order: got {self.engram_order}, expected 2 or more")
+        size = self.engram_vocab_size
+        if not _is_int(size) or not 0 <= size <= self.vocab_size:
+            raise ValueError(f"engram_vocab_size: got {size!r}, expected an integer in [0, {self.vocab_size}]")
         eos = self.eos_token_id
         if not _is_int(eos) or not 0 <= eos < self.vocab_size:
             raise ValueError(f"eos_token_id: got {eos!r}, expected an integer in [0, {self.vocab_size})")
@@ -82,6 +92,11 @@ class HybridConfig:
     def gdn_conv_dim(self) -> int:
         """Channels of the gated-delta-rule short convolution: q, then k, then v."""
         return 2 * self.gdn_key_heads * self.gdn_key_dim + self.gdn_value_heads * self.gdn_value_dim
+
+    @property
+    def engram_columns(self) -> int:
+        """Table rows that a token reads in one engram layer."""
+        return (self.engram_order - 1) * self.engram_heads
 
     def to_dict(self) -> dict:
         """A dict that `json.dump` takes, with `model_type` added; `from_dict` reads it back."""

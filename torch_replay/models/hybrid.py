@@ -11,16 +11,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from ..engram import Engram, EngramStore, MappedTable, NGramHash, PinnedTable
 from .config import HybridConfig
 from .layers import MLP, Attention, GDNMixer, Mamba2Mixer, RMSNorm, rope_rows, rope_table
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+ENGRAM_TABLE = "engram.weight"
 TOKENIZER_FILE = "tokenizer.json"
 
 
 class Sublayer(nn.Module):
-    """One residual step, `x + mixer(norm(x))`.
+    """One residual step, `x + mixer(norm(x))`; an engram mixer has norms of its own, so `norm` changes nothing there.
 
     `dropout` (per element) and `skip` (the chance that a whole sequence goes without this sublayer) act in training
     only; both are plain attributes, zero unless a training script sets them.
@@ -30,12 +32,13 @@ class Sublayer(nn.Module):
         super().__init__()
         self.kind = kind
         self.dropout = self.skip = 0.0
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, device, dtype)
+        own_norm = kind == "engram"
+        self.norm = nn.Identity() if own_norm else RMSNorm(config.hidden_size, config.norm_eps, device, dtype)
         self.mixer = _build_mixer(kind, config, device, dtype)
 
-    def forward(self, x, rope):
-        """x `[B,T,hidden]`, rope `(cos, sin)` from `rope_rows` -> `[B,T,hidden]`."""
-        y = self.mixer(self.norm(x), rope)
+    def forward(self, x, context):
+        """x `[B,T,hidden]` -> the same; context: `(cos, sin)` from `rope_rows`, of an engram layer from the store."""
+        y = self.mixer(self.norm(x), context)
         if self.training and self.dropout:
             y = F.dropout(y, self.dropout)
         if self.training and self.skip:
@@ -50,9 +53,10 @@ class HybridModel(nn.Module):
     or in `from_pretrained` and not with `.to(dtype)`.
     """
 
-    def __init__(self, config: HybridConfig, device=None, dtype=torch.float32):
+    def __init__(self, config: HybridConfig, device=None, dtype=torch.float32, table_device=None):
         super().__init__()
         self.config = config
+        self.engram = _build_store(config, device, dtype, table_device) if "engram" in config.pattern else None
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
         self.layers = nn.ModuleList(Sublayer(kind, config, device, dtype) for kind in config.pattern)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, device, dtype)
@@ -66,7 +70,9 @@ class HybridModel(nn.Module):
             if isinstance(module, nn.Linear):
                 module.weight.normal_(std=0.5 * module.in_features**-0.5)
         for layer in self.layers:  # what enters the residual stream stays of one size however deep the model is
-            layer.mixer.out_proj.weight.mul_(len(self.layers) ** -0.5)
+            engram = layer.kind == "engram"
+            out = layer.mixer.kv_proj.weight[-self.config.hidden_size :] if engram else layer.mixer.out_proj.weight
+            out.mul_(len(self.layers) ** -0.5)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Differentiable forward of whole sequences: ids `[B,T]` (T <= max_position) -> logits `[B,T,vocab_size]`.
@@ -82,8 +88,9 @@ class HybridModel(nn.Module):
         """ids `[B,T]` -> the residual stream after the last sublayer, `[B,T,hidden]`."""
         rope = rope_rows(self.rope, torch.arange(input_ids.shape[1], device=input_ids.device))
         x = self.embedding(input_ids)
+        memories = iter(() if self.engram is None else self.engram(input_ids))
         for layer in self.layers:
-            x = layer(x, rope)
+            x = layer(x, next(memories) if layer.kind == "engram" else rope)
         return x
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -95,24 +102,38 @@ class HybridModel(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype = torch.float16) -> None:
-        """Writes `config.json` and `model.safetensors`, all weights rounded to the 16-bit `dtype`; makes the folder."""
+        """Writes `config.json` and `model.safetensors`, all weights rounded to the 16-bit `dtype`; makes the folder.
+
+        Raises ValueError for another dtype, and for a model whose n-gram table was put elsewhere than its parameters.
+        """
         if dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"dtype: got {dtype}, expected torch.float16 or torch.bfloat16")
+        if self.engram is not None and self.engram.table is not None:
+            raise ValueError(f"engram: got a {type(self.engram.table).__name__}, expected the table to be a parameter")
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.config.save(folder / CONFIG_FILE)
-        tensors = {name: value.detach().to("cpu", dtype).contiguous() for name, value in self.state_dict().items()}
+        tensors = {name: value.detach().to("cpu", dtype if value.is_floating_point() else None).contiguous()
+                   for name, value in self.state_dict().items()}
         save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, device="cpu", dtype=torch.float32) -> "HybridModel":
+    def from_pretrained(cls, folder: str | Path, device="cpu", dtype=torch.float32,
+                        engram_table: str = "device") -> "HybridModel":
         """The model a folder holds, in evaluation mode, matrices in `dtype` on `device`.
 
+        engram_table: where the n-gram table of a model with engram layers goes: "device", as any weight; "pinned", into
+        host memory that a GPU reads; "mapped", nowhere: the host reads rows from the file. The last two keep the file's
+        16 bits and never hold the table on the device.
+
         Raises FileNotFoundError for a missing folder or file and ValueError for a file that cannot be read, for a bad
-        configuration, and for weights whose names or shapes are not those of the configuration.
+        configuration, for weights whose names or shapes are not those of the configuration, and for another place.
         """
+        if engram_table not in ("device", "pinned", "mapped"):
+            raise ValueError(f"engram_table: got {engram_table!r}, expected 'device', 'pinned' or 'mapped'")
         folder = _existing_folder(folder)
-        model = cls(HybridConfig.load(folder / CONFIG_FILE), device, dtype)
+        elsewhere = engram_table != "device"
+        model = cls(HybridConfig.load(folder / CONFIG_FILE), device, dtype, "meta" if elsewhere else None)
         path = _existing_file(folder / WEIGHTS_FILE)
         wanted = model.state_dict()
         try:
@@ -120,9 +141,13 @@ class HybridModel(nn.Module):
                 names = list(weights.keys())
                 _check_weights(path, {name: weights.get_slice(name).get_shape() for name in names}, wanted)
                 for name, value in wanted.items():
-                    value.copy_(weights.get_tensor(name))
+                    if not (elsewhere and name == ENGRAM_TABLE):
+                        value.copy_(weights.get_tensor(name))
         except SafetensorError as error:
             raise ValueError(f"{path}: not readable as safetensors ({error})") from error
+        if elsewhere and model.engram is not None:
+            table = MappedTable(path, ENGRAM_TABLE)
+            model.engram.place(PinnedTable(table.weight, device=device) if engram_table == "pinned" else table)
         return model.eval()
 
 
@@ -152,7 +177,18 @@ def _build_mixer(kind, config, device, dtype):
         return GDNMixer(config, device, dtype)
     if kind == "mlp":
         return MLP(config, device, dtype)
+    if kind == "engram":
+        entry_size = config.engram_columns * config.engram_dim
+        return Engram(config.hidden_size, entry_size, config.norm_eps, device=device, dtype=dtype)
     return Attention(config, config.sliding_window if kind == "swa" else None, device, dtype)
+
+
+def _build_store(config, device, dtype, table_device):
+    layers = tuple(index for index, kind in enumerate(config.pattern) if kind == "engram")
+    constants = NGramHash(layers, config.engram_order, config.engram_heads, config.engram_table_size,
+                          config.engram_vocab_size or config.vocab_size)
+    sizes = config.engram_dim, config.vocab_size, config.eos_token_id
+    return EngramStore(constants, *sizes, device, dtype, table_device)
 
 
 def _existing_folder(folder):

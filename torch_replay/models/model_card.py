@@ -17,7 +17,7 @@ source or like the King James Bible. It knows nothing else and is fit for demons
 | Mamba-2 | {mamba_heads} heads of {mamba_head_dim}, state {mamba_state_dim}, {mamba_groups} groups |
 | gated delta rule | {gdn_key_heads} key and {gdn_value_heads} value heads, K {gdn_key_dim}, V {gdn_value_dim} |
 | attention | {num_heads} heads of {head_dim}, {num_kv_heads} for keys and values, sliding window {sliding_window} |
-| context | {max_position} tokens |
+{engram}| context | {max_position} tokens |
 | weights | float16 on disk |
 
 ## Corpus
@@ -74,6 +74,7 @@ def write_model_card(path: Path, config: HybridConfig, results: dict) -> None:
         **fields,
         **{key: results[key] for key in ("parameters", "steps", "tokens", "seconds", "device", "torch", "python")},
         command=results["command"],
+        engram=_engram_rows(config, shipped),
         corpus="\n".join(corpus),
         corpus_python=results["corpus"]["python"],
         prompt=shipped[parts[0]][costs[0]]["prompt"],
@@ -87,6 +88,15 @@ def write_model_card(path: Path, config: HybridConfig, results: dict) -> None:
         rounding="\n".join(_row(label, (f"{results[key][p]:.4f}" for p in parts)) for key, label in names.items()),
     )
     path.write_text(text, encoding="utf-8")
+
+
+def _engram_rows(config, shipped):
+    if "engram" not in config.pattern:
+        return ""
+    rises = ", ".join(f"{values['engram']['increase']:+.3f} ({part})" for part, values in shipped.items())
+    sizes = f"{config.engram_heads} heads, about {config.engram_table_size:,} rows of {config.engram_dim} each"
+    return (f"| engram | orders 2 to {config.engram_order}, {sizes}, {config.engram_vocab_size} compressed ids |\n"
+            f"| loss when its gate is shut | {rises} nats per token |\n")
 
 
 def _row(label, cells):

@@ -20,12 +20,15 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from ..engram import compress_vocabulary
 from .config import HybridConfig
-from .evaluate import forgetting_losses, generate_slow, token_losses
+from .evaluate import forgetting_losses, generate_slow, shut_engram, token_losses
 from .hybrid import TOKENIZER_FILE, HybridModel, load_tokenizer
 from .model_card import write_model_card
 
 PATTERN = "mamba2 mlp gdn mlp swa mlp mamba2 mlp full mlp gdn mlp swa mlp mamba2 mlp"
+ENGRAM_PLACE = 2  # where --engram puts its sublayer: early, for what it knows needs no context but the last tokens
+TABLE_RATE = 5  # an n-gram table learns at this multiple of the rate: a row is seen in few steps (arXiv 2601.07372)
 PROMPTS = (
     "import os\nimport sys\n\ndef read_file(path",
     'class Stack:\n    """A last-in first-out container.',
@@ -39,19 +42,25 @@ WARM_UP_STEPS = 200
 HORIZONS = (8, 16, 64, 256)  # how many tokens after a zeroed state are looked at
 
 
-def small_config(vocab_size: int, eos: int, trial: bool = False) -> HybridConfig:
-    """The shipped geometry: 16 sublayers of every kind, width 256; `trial` is a tiny one for a quick look on a CPU."""
+def small_config(vocab_size: int, eos: int, trial: bool = False, engram: dict | None = None) -> HybridConfig:
+    """The shipped geometry: 16 sublayers of every kind, width 256; `trial` is a tiny one for a quick look on a CPU.
+
+    engram: fields of the configuration for one more sublayer, an engram layer.
+    """
     small = HybridConfig(
         vocab_size=vocab_size, hidden_size=256, pattern=tuple(PATTERN.split()), max_position=2048, eos_token_id=eos,
         mamba_heads=8, mamba_head_dim=64, mamba_state_dim=64, mamba_groups=2,
         gdn_key_heads=2, gdn_value_heads=4, gdn_key_dim=64, gdn_value_dim=64,
         num_heads=4, num_kv_heads=2, head_dim=64, sliding_window=64, mlp_hidden=320,
     )  # fmt: skip
+    if engram is not None:
+        pattern = [*small.pattern[:ENGRAM_PLACE], "engram", *small.pattern[ENGRAM_PLACE:]]
+        small = HybridConfig.from_dict(small.to_dict() | {"pattern": pattern} | engram)
     if not trial:
         return small
     changes = {"hidden_size": 32, "mamba_heads": 2, "mamba_head_dim": 16, "mamba_state_dim": 8, "mamba_groups": 1}
     changes |= {"gdn_key_dim": 8, "gdn_value_dim": 8, "head_dim": 8, "mlp_hidden": 48, "sliding_window": 16}
-    pattern = ["mamba2", "mlp", "gdn", "mlp", "swa", "mlp", "full", "mlp"]
+    pattern = ["mamba2", "mlp", *(["engram"] if engram else []), "gdn", "mlp", "swa", "mlp", "full", "mlp"]
     return HybridConfig.from_dict(small.to_dict() | changes | {"pattern": pattern})
 
 
@@ -88,11 +97,16 @@ class Corpus:
 
 
 def make_optimizer(model, lr):
-    """AdamW; only matrices decay, since a decayed norm weight or A_log would be pulled off its scale."""
-    matrices = [p for p in model.parameters() if p.dim() == 2 and min(p.shape) > 8]
+    """AdamW; only matrices decay: a decayed norm weight or A_log would be pulled off its scale, and an n-gram table
+    would lose its rare rows."""
+    tables = [] if model.engram is None else [model.engram.weight]
+    others = [p for p in model.parameters() if not any(p is table for table in tables)]
+    matrices = [p for p in others if p.dim() == 2 and min(p.shape) > 8]
     chosen = {id(p) for p in matrices}
-    vectors = [p for p in model.parameters() if id(p) not in chosen]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    vectors = [p for p in others if id(p) not in chosen]
+    groups = [{"params": matrices, "weight_decay": 0.1, "scale": 1}, {"params": vectors, "weight_decay": 0, "scale": 1}]
+    if tables:
+        groups.append({"params": tables, "weight_decay": 0, "scale": TABLE_RATE})
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=matrices[0].is_cuda)
 
 
@@ -133,7 +147,7 @@ class Trainer:
         rate = 0.5 * (1 + math.cos(math.pi * progress)) * 0.98 + 0.02
         rate *= min(1.0, (step + 1) / min(WARM_UP_STEPS, max(1, self.options.steps // 10)))
         for group in self.optimizer.param_groups:
-            group["lr"] = self.options.lr * rate
+            group["lr"] = self.options.lr * rate * group["scale"]
         ids = self.corpus.batch(self.options.batch, self.options.length)
         with self.autocast():
             loss = self.loss(ids)
@@ -201,6 +215,11 @@ def measure(model, corpus, length) -> dict:
     for part, loss in validation_losses(model, corpus, length).items():
         bits = loss / math.log(2) * corpus.tokens_per_byte(part)
         results[part] = {"loss": loss, "bits_per_byte": bits}
+        if model.engram is not None:
+            with shut_engram(model):
+                shut = token_losses(model, corpus.windows(part, length)[:16], batch=4).mean().item()
+            kept = token_losses(model, corpus.windows(part, length)[:16], batch=4).mean().item()
+            results[part]["engram"] = {"kept": kept, "shut": shut, "increase": shut - kept}
         prompt = min(256, length // 2)
         windows = corpus.windows(part, prompt + max(HORIZONS))[:128]
         kept, zeroed = forgetting_losses(model, windows, prompt, batch=4)
@@ -256,8 +275,14 @@ def train(options):
     torch.set_float32_matmul_precision("high")
     corpus = Corpus(options.corpus, device, options.seed)
     tokenizer = load_tokenizer(options.corpus)
-    config = small_config(tokenizer.get_vocab_size(), tokenizer.token_to_id(corpus.info["eos"]), options.trial)
+    token_map = compress_vocabulary(tokenizer)
+    engram = {"engram_table_size": options.engram, "engram_dim": options.engram_dim,
+              "engram_vocab_size": int(token_map.max()) + 1} if options.engram else None
+    eos = tokenizer.token_to_id(corpus.info["eos"])
+    config = small_config(tokenizer.get_vocab_size(), eos, options.trial, engram)
     model = HybridModel(config, device)
+    if engram:
+        model.engram.set_token_map(token_map.to(device))
     print(f"{model.num_parameters():,} parameters on {versions(device)}", flush=True)
     trainer = Trainer(options, model, corpus)
     trainer.run()
@@ -289,7 +314,8 @@ def train(options):
 
 def command_line(options) -> str:
     """The options of this run as one would type them in a clone: folders of the machine it ran on are left out."""
-    names = ("steps", "minutes", "batch", "length", "lr", "dropout", "full_skip", "window_skip", "valid_every", "seed")
+    names = ("steps", "minutes", "batch", "length", "lr", "dropout", "full_skip", "window_skip", "valid_every", "seed",
+             *(("engram", "engram_dim") if options.engram else ()))
     folders = "--corpus .corpus --out torch_replay/models/small"
     return " ".join([folders, *(f"--{name.replace('_', '-')} {getattr(options, name)}" for name in names)])
 
@@ -307,6 +333,9 @@ def parse_options():
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--full-skip", type=float, default=0.3, help="chance that a sequence skips full attention")
     parser.add_argument("--window-skip", type=float, default=0.0, help="the same chance for each window layer")
+    parser.add_argument("--engram", type=int, default=0, metavar="ROWS",
+                        help="add an engram layer with about so many rows a column (7000 make 11.5 MB in all)")
+    parser.add_argument("--engram-dim", type=int, default=16, help="values of a row")
     parser.add_argument("--valid-every", type=int, default=250)
     parser.add_argument("--sample-tokens", type=int, default=160)
     parser.add_argument("--seed", type=int, default=0)

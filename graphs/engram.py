@@ -1,0 +1,121 @@
+"""The n-gram memory of a step: token history by request, and one hash and one lookup for all engram layers.
+
+Row ids follow from token ids alone, so a step needs them once, before any layer, and one launch fetches the rows of all
+layers. A step is one stream, in which the lookup costs its own time wherever Inductor places it; `benchmarks/engram.py`
+measures that time, and what running it beside the layers before would save.
+"""
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from .. import ops
+
+Context = tuple[Tensor, Tensor]  # of one layer: entries [B, T, columns * D] and masked tokens [B, T]
+
+
+class TokenHistory:
+    """Ids of every request by position, on the device, so that n-grams reach over chunk and step boundaries.
+
+    A step writes its own inputs at their positions. Ids at and after a request's position are leftovers (rejected
+    drafts, an earlier request) that no lookback reads, so acceptance and the end of a request need nothing. Ids before
+    a prefill chunk come from the host (`upload`), whichever way the request got there.
+    """
+
+    def __init__(self, store, max_reqs: int, max_len: int, device):
+        self.store = store
+        # one request more: filler tokens write there
+        self.ids = torch.zeros(max_reqs + 1, max_len, dtype=torch.int32, device=device)
+
+    def upload(self, req: int, tokens: list[int], start: int) -> None:
+        """Before a prefill chunk from position `start` of `tokens`: the ids that its n-grams reach back to."""
+        first = max(start - self.store.depth, 0)
+        self.ids[req, first:start] = torch.tensor(tokens[first:start], dtype=torch.int32)
+
+    def prefetch(self, rows: list[tuple[int, list[int]]], height: int, width: int, keep: bool = False) -> None:
+        """Nothing to do: the step looks its rows up itself."""
+
+    def advance(self, reqs: list[int], accepted: list[int]) -> None:
+        """Nothing to do: the step is told its positions."""
+
+    def contexts(self, input_ids: Tensor, batch, idx_mapping: Tensor, num_reqs: Tensor) -> list[Context]:
+        """What each engram layer reads for a step's inputs [B, T], which the history takes over.
+
+        Filler tokens read no rows. The lookback lies before a row's inputs, so the order of the two does not matter.
+        """
+        store, (rows, tokens) = self.store, input_ids.shape
+        lookback = torch.empty(rows, store.depth, dtype=torch.int32, device=input_ids.device)
+        layout = batch.query_start_loc, idx_mapping, num_reqs, batch.query_lens
+        ops.engram_lookback(lookback, self.ids, batch.positions, *layout)
+        row_ids = store.rows(input_ids.flatten(), batch.positions, batch.query_start_loc, lookback, batch.query_lens)
+        entries = store.entries(row_ids)
+        self._write(input_ids, batch.positions, idx_mapping, batch.query_lens)
+        masked = store.masked(input_ids)
+        return [(layer.unflatten(0, (rows, tokens)), masked) for layer in entries.unbind(1)]
+
+    def _write(self, input_ids: Tensor, positions: Tensor, idx_mapping: Tensor, query_lens: Tensor) -> None:
+        """Takes over inputs [B, T] at positions [B * T]; filler and empty rows write nowhere."""
+        rows, tokens = input_ids.shape
+        real = torch.arange(tokens, device=input_ids.device) < query_lens[:, None]
+        real &= (idx_mapping >= 0)[:, None]
+        req = torch.where(real, idx_mapping[:, None], self.ids.shape[0] - 1).long()
+        self.ids.index_put_((req, positions.view(rows, tokens)), input_ids.int())
+
+
+class HostPrefetch:
+    """The same where a step cannot read the table (a file, on a GPU): the host fetches the rows before the step.
+
+    The host knows a step's input ids as soon as the last step's results are there. It needs nothing else from the
+    device: `upload` tells where a chunk starts, and every step how many tokens it accepted.
+    """
+
+    def __init__(self, store, max_reqs: int, max_len: int, device):
+        self.history, self.device = TokenHistory(store.on_host(), max_reqs, max_len, "cpu"), device
+        self.first = [0] * max_reqs  # position of each request's next token
+        self.kept: dict[tuple[int, int], list[Context]] = {}  # buffers by rows and tokens of a step
+        self.current: list[Context] = []  # for the step to come
+
+    def upload(self, req: int, tokens: list[int], start: int) -> None:
+        self.history.upload(req, tokens, start)
+        self.first[req] = start
+
+    def prefetch(self, rows: list[tuple[int, list[int]]], height: int, width: int, keep: bool = False) -> None:
+        """Fetches for `rows` of (request, token ids), as a step of shape [height, width] will ask for them.
+
+        keep: steps of this shape come again and again, so that their buffers stay where they are.
+        """
+        ids, positions = torch.zeros(2, height, width, dtype=torch.int64)
+        lens, reqs = torch.zeros(height, dtype=torch.int32), torch.full((height,), -1, dtype=torch.int32)
+        for row, (req, tokens) in enumerate(rows):
+            ids[row, : len(tokens)] = torch.tensor(tokens)
+            positions[row, : len(tokens)] = self.first[req] + torch.arange(len(tokens))
+            lens[row], reqs[row] = len(tokens), req
+        layout = SimpleNamespace(query_start_loc=torch.arange(height + 1) * width, query_lens=lens,
+                                 positions=positions.flatten())
+        found = self.history.contexts(ids, layout, reqs, torch.tensor(len(rows)))
+        if not keep or (height, width) not in self.kept:
+            self.current = [tuple(value.to(self.device, copy=True) for value in layer) for layer in found]
+            if keep:
+                self.kept[height, width] = self.current
+            return
+        self.current = self.kept[height, width]
+        for buffer, value in zip(sum(self.current, ()), sum(found, ())):
+            buffer.copy_(value)
+
+    def advance(self, reqs: list[int], accepted: list[int]) -> None:
+        """After a step that accepted so many tokens of each request."""
+        for req, count in zip(reqs, accepted):
+            self.first[req] += count
+
+    def contexts(self, input_ids: Tensor, batch, idx_mapping: Tensor, num_reqs: Tensor) -> list[Context]:
+        """What `prefetch` fetched for this step."""
+        return self.current
+
+
+def token_history(store, max_reqs: int, max_len: int, device):
+    """What keeps the ids and finds the entries of a model's steps; None for a model without engram layers."""
+    if store is None:
+        return None
+    kind = HostPrefetch if store.table is not None and store.table.needs_prefetch(device) else TokenHistory
+    return kind(store, max_reqs, max_len, device)
