@@ -89,7 +89,8 @@ def _rank(body, args, rank: int, world_size: int, path: str, timeout: float, pip
 
 def tail_model(window: int = 6, context: int = 96):
     """A model whose last three sublayers run on the last window of a prompt; two windows, so that it shows."""
-    model = tiny_model(5, pattern=("mamba2", "full", "swa", "mlp", "swa"), window=window, vocab=31, context=context)
+    pattern = ("mamba2", "engram", "full", "swa", "mlp", "swa")
+    model = tiny_model(5, pattern=pattern, window=window, vocab=31, context=context)
     model.config = replace(model.config, decoder_replay_layers=3)
     return model
 
