@@ -89,7 +89,7 @@ def test_a_rank_that_raises(tmp_path, how):
     assert type(failed.error) is ValueError and str(failed.error) == "boom"
     for outcome in (first, last):
         assert type(outcome.error) is RankFailure
-        assert str(outcome.error) == "rank 1 failed: ValueError: boom"
+        assert str(outcome.error) == "rank 1 failed: ValueError: boom" and outcome.error.ranks == [1]
         assert outcome.seconds < SLACK_SECONDS < 20
 
 
@@ -118,7 +118,8 @@ def test_a_rank_that_dies(tmp_path):
     first, dead, last = run_ranks(tmp_path, 3, failing, "die")
     assert dead.exit_code == 7 and dead.value is dead.error is None
     for outcome in (first, last):
-        assert type(outcome.error) is RankFailure and "rank 1 died or hangs" in str(outcome.error)
+        assert type(outcome.error) is RankFailure and outcome.error.ranks == [1]
+        assert str(outcome.error).startswith("rank 1 died or hangs (")
         assert outcome.seconds < 2 + SLACK_SECONDS < 20
 
 
