@@ -29,8 +29,9 @@ def run_json(capsys, *arguments) -> dict:
 
 def test_json(capsys):
     """One object with every request and the run's numbers."""
-    result = run_json(capsys, "def main(", "In the beginning", "--max-tokens", "12", "--spec", "3")
-    assert [request["prompt"] for request in result["requests"]] == ["def main(", "In the beginning"]
+    prompts = ["self.x = x\nself.y = y\nself.", "In the beginning"]  # the first repeats itself, which makes drafts
+    result = run_json(capsys, *prompts, "--max-tokens", "12", "--spec", "3")
+    assert [request["prompt"] for request in result["requests"]] == prompts
     for request in result["requests"]:
         assert len(request["token_ids"]) == request["output_tokens"] == 12
         assert request["finish_reason"] == "length" and request["text"]

@@ -119,7 +119,7 @@ def _prompts(arguments) -> list[str]:
     return prompts or list(BUILT_IN_PROMPTS)
 
 
-def _device(name: str, local_rank: int | None) -> torch.device:
+def _device(name: str, local_rank: int | None = None) -> torch.device:
     """The device to run on. local_rank: which of its machine's ranks this is, each with a GPU of its own."""
     try:
         device = torch.device(name)
@@ -153,7 +153,7 @@ def _generate(arguments) -> int:
     if arguments.top_p == 0:
         raise UserError("--top-p 0: expected a number above 0")
     if not launched_by_torchrun():
-        return _serve(arguments, prompts, _device(arguments.device, None), None)
+        return _serve(arguments, prompts, _device(arguments.device), None)
     device = _device(arguments.device, int(os.environ["LOCAL_RANK"]))
     agreement = StepAgreement.from_torchrun(device.type == "cuda", arguments.rank_timeout)
     status = _serve(arguments, prompts, device, agreement)
