@@ -1,0 +1,107 @@
+"""One function for each rule of the audit that breaks it, and nothing else but what follows from it."""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from torch_replay import ops
+
+_LIBRARY = torch.library.Library("torch_replay_audit_examples", "FRAGMENT")
+_LIBRARY.define("add_both(Tensor(a!) keys, Tensor(b!) values, Tensor x) -> ()")
+_LIBRARY.define("doubled(Tensor x) -> Tensor")
+_LIBRARY.impl("add_both", lambda keys, values, x: (keys.add_(x), values.add_(x), None)[-1], "CPU")
+_LIBRARY.impl("doubled", lambda x: x * 2, "CPU")
+torch.library.register_fake("torch_replay_audit_examples::add_both", lambda keys, values, x: None, lib=_LIBRARY)
+add_both, doubled = torch.ops.torch_replay_audit_examples.add_both, torch.ops.torch_replay_audit_examples.doubled
+
+
+@torch.library.custom_op("torch_replay_audit_examples::tripled", mutates_args=())
+def tripled(x: Tensor) -> Tensor:
+    return x * 3
+
+
+class SlicedCache:
+    """Keys and values are slices of one storage, and one op writes both: the values are cloned at every step."""
+
+    def __init__(self):
+        pool = torch.zeros(3, 64, 32)
+        self.keys, self.values = pool[0], pool[1]
+
+    def step(self, x: Tensor) -> None:
+        add_both(self.keys, self.values, x)  # line of clones
+
+
+class ViewedCache:
+    """A cache written under another dtype: the view does not write through once functionalised."""
+
+    def __init__(self):
+        self.rows, self.bits = torch.zeros(64, 32), torch.zeros(64, 32, dtype=torch.int32)
+
+    def step(self, x: Tensor) -> None:
+        add_both(self.rows.view(torch.int32), self.bits, x.int())  # line of dtype
+
+
+class Counting:
+    """A Python number that changes from call to call."""
+
+    def __init__(self):
+        self.calls = itertools.count()
+        self.length = 0
+
+    def step(self, x: Tensor) -> Tensor:
+        self.length += 1  # line of recompiles
+        return x.view(-1)[: self.length]
+
+
+def broken(x: Tensor) -> Tensor:
+    torch._dynamo.graph_break()  # line of breaks
+    return x.view(-1)
+
+
+def waits(x: Tensor) -> Tensor:
+    return x[: int(x[0, 0].item())]  # line of syncs
+
+
+def lists(x: Tensor) -> Tensor:
+    return x[: len(x[0].tolist())]  # line of tolist
+
+
+def masks(x: Tensor) -> Tensor:
+    return x[x > 1]  # line of masks
+
+
+def fakeless(x: Tensor) -> Tensor:
+    return doubled(x)  # line of fakeless
+
+
+def fakeless_custom_op(x: Tensor) -> Tensor:
+    return tripled(x)  # line of custom_op
+
+
+@torch._dynamo.disable
+def opaque(x: Tensor) -> Tensor:
+    return x.view(-1)
+
+
+def unregistered(x: Tensor) -> Tensor:
+    return opaque(x)  # line of unregistered
+
+
+def good(x: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
+    """Keeps every rule: a write through an op of this project, and a view."""
+    ops.copy_slots(cache, slots, slots.roll(1), torch.zeros(1, dtype=torch.int32), torch.arange(1, dtype=torch.int32))
+    return x.view(-1)
+
+
+def calls():
+    """An input factory: two calls."""
+    for _ in range(2):
+        yield (torch.zeros(64, 32),)
+
+
+def fails(x: Tensor) -> Tensor:
+    raise RuntimeError("no such luck")
+
+
+NOT_CALLABLE = 3
