@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from .progress import Ticker
+
 # preset -> route of the decode step
 PRESETS = {"small": "greedy", "small-sampled": "sampled"}
 PROMPTS = ("for line in lines:\n    for line in", "And God said, Let", "x")
@@ -72,7 +74,8 @@ def _run(arguments) -> int:
     else:
         raise UserError(f"TARGET {arguments.target}: expected package.module:callable or {' or '.join(PRESETS)}")
     try:
-        report = audit(fn, drive, name=arguments.target, allow=dict(arguments.allow))
+        with Ticker("auditing", quiet=arguments.json):
+            report = audit(fn, drive, name=arguments.target, allow=dict(arguments.allow))
     except AuditError as error:
         raise UserError(f"TARGET {arguments.target}: {error}") from None
     if arguments.html is not None:
