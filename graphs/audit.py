@@ -22,27 +22,26 @@ CACHE_BYTES = 4096
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule: what is counted, in what unit, and how much of it is allowed by default."""
+    """A rule: what is counted, and how much of it is allowed by default."""
 
     name: str
     title: str
-    unit: str
     limit: int = 0
 
 
 RULES = {rule.name: rule for rule in (
-    Rule("graphs", "graphs a call", "graphs", 1),
-    Rule("breaks", "graph breaks", "breaks"),
-    Rule("recompiles", "graphs compiled in a second sweep", "graphs"),
-    Rule("clones", "clones of persistent tensors", "bytes a step"),
-    Rule("syncs", "waits for the device", "lines"),
-    Rule("ops", "custom ops without registration or fake", "ops"),
+    Rule("graphs", "graphs a call", 1),
+    Rule("breaks", "graph breaks"),
+    Rule("recompiles", "graphs compiled in a second sweep"),
+    Rule("clones", "bytes a step in clones of persistent tensors"),
+    Rule("syncs", "lines that wait for the device"),
+    Rule("ops", "custom ops without registration or fake"),
     # on CUDA devices only
-    Rule("skips", "CUDA-graph skips", "skips"),
-    Rule("partitions", "partitions of a graph", "partitions", 1),
-    Rule("copied", "inputs copied at every replay", "inputs"),
-    Rule("recordings", "recordings of a graph", "recordings", 1),
-    Rule("launches", "graph launches a call", "launches", 1),
+    Rule("skips", "CUDA-graph skips"),
+    Rule("partitions", "partitions of a graph", 1),
+    Rule("copied", "inputs copied at every replay"),
+    Rule("recordings", "recordings of a graph", 1),
+    Rule("launches", "graph launches a call", 1),
 )}
 
 
@@ -53,7 +52,6 @@ class Result:
 
     rule: str
     title: str
-    unit: str
     status: str
     value: Optional[int]
     limit: Optional[int]
@@ -127,7 +125,7 @@ def audit(fn: Callable, drive: Drive, *, name: Optional[str] = None, allow: Opti
         "graphs": (graphs, [] if graphs else [Finding("nothing was compiled: no call of a torch function was traced")]),
         "breaks": (len(compiled.breaks), compiled.breaks),
         "recompiles": (max(recompiles, len(compiled.recompiles)), compiled.recompiles),
-        "clones": (sum(clone.bytes for clone in compiled.all_clones()), compiled.all_clones()),
+        "clones": (sum(clone.bytes for clone in compiled.clones), compiled.clones),
         "syncs": (len(eager.syncs), list(eager.syncs.values())),
         "ops": (len(unregistered), unregistered),
         **cuda,
@@ -141,7 +139,7 @@ def audit(fn: Callable, drive: Drive, *, name: Optional[str] = None, allow: Opti
 def _judge(rule: Rule, found: Optional[tuple[int, list[Finding]]], allow: dict) -> Result:
     limit = allow.get(rule.name, rule.limit)
     if found is None:
-        return Result(rule.name, rule.title, rule.unit, "not checked", None, limit, note="needs a CUDA device")
+        return Result(rule.name, rule.title, "not checked", None, limit, note="needs a CUDA device")
     value, findings = found
     # nothing compiled, or no graph launched, is no success
     exceeds = value > rule.limit or (rule.name in ("graphs", "launches") and value == 0)
@@ -151,7 +149,7 @@ def _judge(rule: Rule, found: Optional[tuple[int, list[Finding]]], allow: dict) 
         status = "allowed"
     else:
         status = "broken"
-    return Result(rule.name, rule.title, rule.unit, status, value, limit, findings)
+    return Result(rule.name, rule.title, status, value, limit, findings)
 
 
 def _sweep(drive: Drive, call: Call) -> int:

@@ -36,7 +36,7 @@ def clones_left(lowering: GraphLowering, names: list[str]) -> list[Clone]:
             root = _root(node.args[0])
             if root.op == "placeholder" and root.name in lowering.mutated_inputs:
                 value = node.meta["val"]
-                found.append(Clone("cloned, then written back: functionalisation could not write in place",
+                found.append(Clone("cloned at every step, though it is written",
                                    _name(root, names), value.numel() * value.element_size(), value.numel(),
                                    value.dtype, node.stack_trace or root.stack_trace))
     return found
@@ -44,8 +44,10 @@ def clones_left(lowering: GraphLowering, names: list[str]) -> list[Clone]:
 
 def large_allocations(lowering: GraphLowering, names: list[str], code: str, least: int,
                       known: list[Clone]) -> list[Clone]:
-    """Allocations in `code` with dtype and size of a mutated input of at least `least` bytes, or up to its storage's
-    size; those of the `known` clones aside."""
+    """Allocations in `code`, but for the `known` clones, with dtype and size of a mutated input or of its storage.
+
+    least: bytes of such an input.
+    """
     inputs = [node for node in lowering.module.graph.nodes
               if node.op == "placeholder" and node.name in lowering.mutated_inputs]
     explained = [(clone.elements, clone.dtype) for clone in known]
@@ -63,7 +65,7 @@ def large_allocations(lowering: GraphLowering, names: list[str], code: str, leas
             value = node.meta["val"]
             storage = value.untyped_storage().nbytes() // value.element_size()
             if (value.dtype == dtype and value.numel() * value.element_size() >= least
-                    and value.numel() <= elements <= storage):
+                    and elements in (value.numel(), storage)):
                 found.append(Clone(f"the generated code allocates ({shape}) {name}, as large as this tensor",
                                    _name(node, names), elements * value.element_size(), elements, dtype,
                                    node.stack_trace))

@@ -13,21 +13,23 @@ STYLE = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.4rem; margin-bottom: .2rem; }
-h1, td, p { overflow-wrap: anywhere; }
+h1, td, p, pre { overflow-wrap: anywhere; }
 table { border-collapse: collapse; width: 100%; }
-th, td { text-align: left; vertical-align: top; padding: .4rem .6rem; border-bottom: 1px solid #8884; }
+tr { border-bottom: 1px solid #8884; }
+th, td { text-align: left; vertical-align: top; padding: .4rem .6rem; }
 th { font-weight: 600; }
 .state { color: #fff; border-radius: .3rem; padding: .1rem .5rem; white-space: nowrap; font-size: .85rem; }
 .finding { margin: .4rem 0 0; }
 .where { font-family: ui-monospace, monospace; font-size: .85rem; }
-pre { background: #8882; padding: .4rem .6rem; margin: .2rem 0; overflow-x: auto; font-size: .85rem; }
+pre { background: #8882; padding: .4rem .6rem; margin: .2rem 0; white-space: pre-wrap; font-size: .85rem; }
+@media (max-width: 40rem) { thead { display: none; } tr, td { display: block; } }
 """
 
 
 def render_text(report: AuditReport) -> str:
     """The report as lines of text: a table of rules, and below each that is broken or allowed, its findings."""
     lines = [f"{report.target}: {_summary(report)}",
-             f"torch {report.torch}, {report.device}, {report.calls} calls a sweep"]
+             f"torch {report.torch}, {report.device}, calls in a sweep: {report.calls}"]
     width = max(len(result.title) for result in report.results)
     for result in report.results:
         lines.append(f"  {MARKS[result.status]:<11}  {result.title:<{width}}  {_value(result)}")
@@ -53,7 +55,7 @@ def render_html(report: AuditReport) -> str:
 <body>
 <h1>{escape(report.target)}</h1>
 <p>{_badge(state, _summary(report))} torch {escape(report.torch)}, {escape(report.device)},
-{report.calls} calls a sweep</p>
+calls in a sweep: {report.calls}</p>
 <table>
 <thead><tr><th>Rule</th><th>Result</th><th>Found</th></tr></thead>
 <tbody>
@@ -94,7 +96,7 @@ def _value(result: Result) -> str:
     if result.value is None:
         return result.note
     limit = "any" if result.limit is None else f"{result.limit:,}"
-    return f"{result.value:,} {result.unit} ({limit} allowed)"
+    return f"{result.value:,} ({limit} allowed)"
 
 
 def _message(finding: Finding) -> str:

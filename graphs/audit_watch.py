@@ -139,18 +139,15 @@ class CompileWatch:
         self.breaks: list[Finding] = []
         self.recompiles: list[Finding] = []
         self._clones: dict[tuple, Finding] = {}
-        self._missed = 0
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Around all compiled calls: no graph comes from a cache, where nothing of it could be seen."""
         torch._dynamo.reset()
-        ReinplaceCounters.clear()
         with (torch._inductor.config.patch(fx_graph_cache=False),
               torch._functorch.config.patch(enable_autograd_cache=False),
               torch._dynamo.config.patch(fail_on_recompile_limit_hit=True), self.cuda.running()):
             yield
-        self._missed = ReinplaceCounters.get_total_missed_bytes()
         torch._dynamo.reset()
 
     def compile(self, fn: Callable) -> Callable:
@@ -182,32 +179,35 @@ class CompileWatch:
         """Breaks at calls that Dynamo cannot look into and that are no registered op."""
         return [finding for finding in self.breaks if finding.message.startswith(NOT_TRACEABLE)]
 
-    def all_clones(self) -> list[Finding]:
+    @property
+    def clones(self) -> list[Finding]:
         """Clones by tensor, and what torch's own count of missed chances holds beyond them."""
-        clones = list(self._clones.values())
-        beyond = self._missed - sum(clone.bytes for clone in clones)
-        if beyond > 0:
-            clones.append(Finding("torch counts more bytes that could not be written in place", bytes=beyond))
-        return clones
+        return list(self._clones.values())
 
     def _backend(self, graph: torch.fx.GraphModule, inputs: list) -> Callable:
         self.graphs += 1
         self.on_cuda |= any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs)
         names = [_source(node) for node in graph.graph.nodes if node.op == "placeholder"]
-        generate = GraphLowering.codegen
+        generate, missed_before = GraphLowering.codegen, ReinplaceCounters.get_total_missed_bytes()
 
         def codegen(lowering):
             code = generate(lowering)
             found = clones_left(lowering, names)
             found += large_allocations(lowering, names, code[0].value, self.cache_bytes, found)
             for clone in found:
-                finding = Finding.at(clone.message, *last_place(clone.trace), tensor=clone.tensor, bytes=clone.bytes)
-                self._clones.setdefault((finding.tensor, finding.file, finding.line, finding.bytes), finding)
+                self._note_clone(Finding.at(clone.message, *last_place(clone.trace), tensor=clone.tensor,
+                                            bytes=clone.bytes))
+            missed = ReinplaceCounters.get_total_missed_bytes() - missed_before - sum(clone.bytes for clone in found)
+            if missed > 0:
+                self._note_clone(Finding("torch counts more bytes that it could not write in place", bytes=missed))
             return code
 
         patches = {"triton.cudagraphs": True} if self.on_cuda else {}
         with mock.patch.object(GraphLowering, "codegen", codegen), self.cuda.compiling():
             return compile_fx(graph, inputs, config_patches=patches)
+
+    def _note_clone(self, clone: Finding) -> None:
+        self._clones.setdefault((clone.tensor, clone.file, clone.line, clone.bytes), clone)
 
     def _note_breaks(self) -> None:
         for reason in graph_break_reasons:
@@ -219,10 +219,12 @@ class CompileWatch:
             return
         reasons = [(metrics.recompile_reason, metrics.co_filename, metrics.co_firstlineno)
                    for metrics in get_compilation_metrics() if metrics.recompile_reason]
-        for reason, file, line in reasons or [("a graph was compiled", None, None)]:
+        for reason, file, line in reasons:
             place = last_place(reason) if 'File "' in reason else (file, line)
             guard = re.sub(r"\s+#.*", "", first_line(reason))
             self._add(self.recompiles, Finding.at(f"no graph fits any more, failed guard {guard}", *place))
+        if not reasons:
+            self._add(self.recompiles, Finding("a graph was compiled, torch does not say why"))
 
     @staticmethod
     def _add(findings: list[Finding], finding: Finding) -> None:

@@ -41,6 +41,19 @@ class SlicedCache:
         add_both(self.keys, self.values, x)  # line of clones
 
 
+class StaleCache:
+    """A row that is read before the cache is written, where Inductor puts off the reading until after."""
+
+    def __init__(self):
+        self.keys, self.values = torch.zeros(64, 32), torch.zeros(64, 32)
+
+    def step(self, x: Tensor) -> Tensor:
+        row = self.keys[0]
+        before = row + 1
+        add_both(self.keys, self.values, x)  # line of stale
+        return torch.stack([row, before])
+
+
 class ViewedCache:
     """A cache written under another dtype: the view does not write through once functionalised."""
 

@@ -12,7 +12,7 @@ from .progress import Ticker
 
 # preset -> route of the decode step
 PRESETS = {"small": "greedy", "small-sampled": "sampled"}
-PROMPTS = ("for line in lines:\n    for line in", "And God said, Let", "x")
+PROMPTS = ("for line in lines:", "x")
 
 
 def add_parser(commands) -> None:
@@ -95,7 +95,7 @@ def _preset(route: str, device: str) -> tuple[Callable, Callable]:
     model, tokenizer = _load(None, _device(device))
     engine = Engine(model, tokenizer, EngineConfig(max_num_seqs=2, num_spec=2, compiled=False))
     # longer than the ring, so that rows flush
-    params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.8 if route == "sampled" else 0.0)
+    params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.8 if route == "sampled" else 0.0)
     return decode_target(engine, list(PROMPTS), params)
 
 

@@ -122,7 +122,7 @@ def _prompts(arguments) -> list[str]:
     return prompts or list(BUILT_IN_PROMPTS)
 
 
-def _device(name: str, local_rank: int | None) -> torch.device:
+def _device(name: str, local_rank: int | None = None) -> torch.device:
     """The device to run on. local_rank: which of its machine's ranks this is, each with a GPU of its own."""
     try:
         device = torch.device(name)
