@@ -163,7 +163,7 @@ def test_preset():
     step, drive = _preset(PRESETS["small-sampled"], "cpu")
     assert step.__name__ == "sampled_step"
     calls = []
-    drive(lambda: calls.append(step()))
+    drive(lambda: calls.append(step()) or calls[-1])
     assert len(calls) > 6 and any(call[:, -1].any() for call in calls)
 
 

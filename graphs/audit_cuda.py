@@ -49,7 +49,6 @@ class CudaWatch:
 
         `sweep` makes `calls` calls, for which `graphs` graphs were compiled.
         """
-        recorded = self.recordings
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA,
                                                 torch.profiler.ProfilerActivity.CPU]) as profile:
             sweep()
@@ -61,7 +60,7 @@ class CudaWatch:
             "skips": (len(self.skips), self.skips),
             "partitions": (self.partitions, []),
             "copied": (-(-copied // max(self.recordings, 1)), []),
-            "recordings": (-(-self.recordings // max(graphs, 1)) + self.recordings - recorded, []),
+            "recordings": (-(-self.recordings // max(graphs, 1)), []),
             "launches": (-(-launches // max(calls, 1)), [] if launches else [Finding("no CUDA graph was launched")]),
         }
 
