@@ -147,8 +147,10 @@ class CompileWatch:
         with (torch._inductor.config.patch(fx_graph_cache=False),
               torch._functorch.config.patch(enable_autograd_cache=False),
               torch._dynamo.config.patch(fail_on_recompile_limit_hit=True), self.cuda.running()):
-            yield
-        torch._dynamo.reset()
+            try:
+                yield
+            finally:
+                torch._dynamo.reset()
 
     def compile(self, fn: Callable) -> Callable:
         compiled = torch.compile(fn, backend=self._backend, dynamic=False)
