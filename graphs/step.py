@@ -90,9 +90,10 @@ class DecodeStep:
         positions = batch.positions.view(self.rows, self.tokens)
         samples = choose(logits, positions)
         accepted = count_accepted(samples, inputs.input_ids, inputs.query_lens)
-        flushed = flushing(state.memory, batch, inputs.query_lens)
-        commit(state, inputs, accepted, self.is_prefilling)
-        return torch.cat([samples, accepted[:, None].long(), flushed[:, None].long()], 1)
+        # One tensor, which the commit reads: else Inductor moves the cursors' read behind the commit, and clones them.
+        counts = torch.stack([accepted, flushing(state.memory, batch, inputs.query_lens)], 1)
+        commit(state, inputs, counts[:, 0], self.is_prefilling)
+        return torch.cat([samples, counts.long()], 1)
 
     @torch.no_grad()
     def __call__(self, rows: list[tuple[int, list[int]]], route: str = "sampled") -> DecodeOutput:

@@ -1,4 +1,4 @@
-"""The command line: `torch-replay generate`, `bench` and `info`, also as `python -m torch_replay`."""
+"""The command line: `torch-replay generate`, `audit`, `bench` and `info`, also as `python -m torch_replay`."""
 
 import argparse
 import json
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from .audit import add_parser as add_audit
 from .bench import add_parser as add_bench
 from .parallel import TIMEOUT_SECONDS, RankFailure, StepAgreement, launched_by_torchrun
 from .progress import Ticker, TokenBar
@@ -28,7 +29,8 @@ class UserError(Exception):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit status: 0, 1 if another rank failed, 2 for bad input, 130 after an interrupt.
+    """Runs the command; returns its exit status: 0, 1 if another rank failed or an audit finds fault, 2 for bad input,
+    130 after an interrupt.
     """
     arguments = _parser().parse_args(argv)
     try:
@@ -72,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="versions, devices and ops")
     info.set_defaults(run=_info)
     info.add_argument("--json", action="store_true", help="print one JSON object instead")
+    add_audit(commands)
     add_bench(commands)
     return parser
 

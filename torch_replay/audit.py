@@ -1,0 +1,132 @@
+"""`torch-replay audit`: finds the function to audit, a preset or one of the user's, and the calls to make of it."""
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from .progress import Ticker
+
+# preset -> route of the decode step
+PRESETS = {"small": "greedy", "small-sampled": "sampled"}
+PROMPTS = ("for line in lines:", "x")
+
+
+def add_parser(commands) -> None:
+    """Adds `audit` to the command line's subparsers."""
+    parser = commands.add_parser("audit", help="what torch.compile makes of a function", description=(
+        "Runs a function eagerly, compiled, and compiled again, and reports graph breaks, recompiles, clones of "
+        "caches, waits for the device and ops without a fake, with source lines. Exit status 1 when a rule is broken."))
+    parser.set_defaults(run=_run)
+    parser.add_argument("target", metavar="TARGET", help=f"package.module:callable, or {' or '.join(PRESETS)} for the "
+                        "decode step of the small model of the package")
+    parser.add_argument("--inputs", metavar="M:F", help="package.module:factory, called before each of the sweeps: "
+                        "returns the arguments as a tuple, or an iterable of tuples, one for each call (no arguments)")
+    parser.add_argument("--allow", action="append", default=[], type=_allowance, metavar="RULE[=N]",
+                        help="let a rule pass, or up to a value; rules go by the names that --json shows")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.add_argument("--html", metavar="F", help="write the report as a page, too")
+    parser.add_argument("--device", default="cpu", metavar="D", help="cpu or cuda, for presets (cpu)")
+
+
+def decode_target(engine, prompts, params) -> tuple[Callable, Callable]:
+    """The decode step of an engine, and a drive of it for `graphs.audit.audit`.
+
+    A sweep generates from `prompts`, so that lengths, cursors, drafts and rows vary as in service. The engine is made
+    with compiled=False: the audit compiles.
+    """
+    route = "sampled" if params.temperature else "greedy"
+    engine.warm_up(sampling=route == "sampled", greedy=route == "greedy")
+
+    def drive(call: Callable) -> None:
+        engine.decode.run[route] = call
+        engine.generate(prompts, params)
+
+    return getattr(engine.decode, f"{route}_step"), drive
+
+
+def _allowance(text: str) -> tuple[str, int | None]:
+    from .graphs.audit import RULES
+
+    rule, equals, value = text.partition("=")
+    if rule not in RULES:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected one of {', '.join(RULES)}")
+    if equals and not value.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}, expected {rule}=N with an integer N of at least 0")
+    return rule, int(value) if equals else None
+
+
+def _run(arguments) -> int:
+    from .cli import UserError
+    from .graphs.audit import AuditError, audit
+    from .graphs.audit_report import render_html, render_text
+
+    if arguments.target in PRESETS:
+        if arguments.inputs is not None:
+            raise UserError(f"--inputs {arguments.inputs}: preset {arguments.target} makes its own")
+        fn, drive = _preset(PRESETS[arguments.target], arguments.device)
+    elif ":" in arguments.target:
+        fn = _find("TARGET", arguments.target)
+        drive = _calls(_find("--inputs", arguments.inputs) if arguments.inputs is not None else tuple)
+    else:
+        raise UserError(f"TARGET {arguments.target}: expected package.module:callable or {' or '.join(PRESETS)}")
+    try:
+        with Ticker("auditing", quiet=arguments.json):
+            report = audit(fn, drive, name=arguments.target, allow=dict(arguments.allow))
+    except AuditError as error:
+        raise UserError(f"TARGET {arguments.target}: {error}") from None
+    if arguments.html is not None:
+        try:
+            Path(arguments.html).write_text(render_html(report), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--html {arguments.html}: {error.strerror}") from None
+    print(json.dumps(report.as_dict()) if arguments.json else render_text(report))
+    return 0 if report.ok else 1
+
+
+def _preset(route: str, device: str) -> tuple[Callable, Callable]:
+    from .cli import _device, _load
+    from .engine import Engine, EngineConfig
+    from .request import SamplingParams
+
+    model, tokenizer = _load(None, _device(device))
+    engine = Engine(model, tokenizer, EngineConfig(max_num_seqs=2, num_spec=2, compiled=False))
+    # longer than the ring, so that rows flush
+    params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.8 if route == "sampled" else 0.0)
+    return decode_target(engine, list(PROMPTS), params)
+
+
+def _find(option: str, path: str) -> Callable:
+    """The callable at `package.module:name`, modules of the current folder included."""
+    from .cli import UserError
+
+    module, _, name = path.partition(":")
+    if not module or not name:
+        raise UserError(f"{option} {path}: expected package.module:callable")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:
+        raise UserError(f"{option} {path}: cannot import {module}: {type(error).__name__}: {error}") from None
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise UserError(f"{option} {path}: {module} has no {name}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise UserError(f"{option} {path}: is {type(found).__name__}, expected something to call")
+    return found
+
+
+def _calls(factory: Callable) -> Callable:
+    def drive(call: Callable) -> None:
+        given = factory()
+        for arguments in [given] if isinstance(given, tuple) else given:
+            if not isinstance(arguments, tuple):
+                raise TypeError(f"the inputs are {type(arguments).__name__}, expected a tuple of arguments")
+            call(*arguments)
+
+    return drive
