@@ -158,7 +158,7 @@ def _generate(arguments) -> int:
         except ValueError as error:
             raise UserError(f"prompt {index + 1}: {error}") from None
     with Ticker("compiling the decode step", quiet=arguments.json) as ticker:
-        engine.warm_up(sampling=arguments.temperature > 0, greedy=arguments.temperature == 0)
+        engine.warm_up(sampling=arguments.temperature > 0, greedy=arguments.temperature == 0, quiet=arguments.json)
     shown = None if arguments.json else TokenBar(prompts, arguments.max_tokens)
     final = _run(engine, requests, shown)
     stats = {**engine.stats.as_dict(), **engine.compile_counts.as_dict(), "compile_seconds": ticker.seconds,

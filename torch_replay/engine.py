@@ -18,6 +18,7 @@ from .models import HybridModel
 from .request import Request, SamplingParams
 from .scheduler import KVGroup, Plan, Scheduler
 from .stats import CompileCounts, Stats
+from .warmup import warm_up_kernels
 
 
 @dataclass(frozen=True)
@@ -157,14 +158,15 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def warm_up(self, sampling: bool = True, greedy: bool = True) -> float:
-        """Chooses back ends and compiles the decode step, on rows of padding that change no state. Returns the seconds.
+    def warm_up(self, sampling: bool = True, greedy: bool = True, quiet: bool = False) -> float:
+        """Chooses back ends, runs kernels once and compiles the decode step; no state changes. Returns the seconds.
 
         Steps whose requests are all greedy run a graph of their own; leave out the route that will not be used. What
-        is not compiled here compiles when it is first needed.
+        is not compiled here compiles when it is first needed. quiet: no progress bar.
         """
         begin = time.perf_counter()
         measure_back_ends(self.decode)
+        warm_up_kernels(self.state, self.config.max_num_seqs, quiet)
         for route in ["greedy"] * greedy + ["sampled"] * sampling:
             with self.compile_counts.watch(route):
                 self.decode([], route)
