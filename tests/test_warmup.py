@@ -123,8 +123,8 @@ LIFECYCLE = ("ring_reset", "ring_commit", "compact_active", "copy_slots")
 @FAMILIES
 @pytest.mark.parametrize("slots, mode, columns", [(12, "align", 5), (2, "align", 5), (12, "none", 1), (2, "align", 1)])
 def test_lifecycle(family, slots, mode, columns):
-    """All four kinds of kernel run, on slots 1 and 2 at most and a table of the live one's strides; live tables and slots
-    keep every byte."""
+    """All four kinds of kernel run, on slots 1 and 2 at most and a table of the live one's strides; live tables and
+    slots keep every byte."""
     ctx = context(groups=2, mode=mode, columns=columns, family=family, slots=slots)
     fill(ctx)
     with recorded(*LIFECYCLE) as calls, untouched(live_tensors(ctx)):
