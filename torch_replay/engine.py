@@ -1,5 +1,6 @@
 """`Engine`: continuous batching over a hybrid model, with chunked prefill and speculative decoding."""
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from .model_state import DefaultModelState, ReplayModelState
 from .models import HybridModel
 from .request import Request, SamplingParams
 from .scheduler import KVGroup, Plan, Scheduler
+from .startup_cache import cache_file, reused
 from .stats import CompileCounts, Stats
 from .warmup import warm_up_kernels
 
@@ -38,6 +40,9 @@ class EngineConfig:
 
     dtype, state_dtype, ring_dtype: of activations and KV caches, of recurrent states, and of the rings (None: see
     `memory.default_ring_dtype`).
+
+    startup_cache: `warm_up` keeps what it compiled in the user's cache folder and takes it from there at the next
+    start, see `startup_cache`; the environment variable TORCH_REPLAY_STARTUP_CACHE=0 turns that off too.
 
     exact_decoder_replay: a model with `decoder_replay_layers` prefills as many tokens there as make no difference.
     """
@@ -61,6 +66,7 @@ class EngineConfig:
     dtype: torch.dtype = torch.float32
     state_dtype: torch.dtype = torch.float32
     ring_dtype: Optional[torch.dtype] = None
+    startup_cache: bool = True
 
     def __post_init__(self):
         for name in ("max_num_seqs", "block_size", "window", "prefill_budget", "chunk_size", "prefill_rows"):
@@ -167,10 +173,16 @@ class Engine:
         begin = time.perf_counter()
         measure_back_ends(self.decode)
         warm_up_kernels(self.state, self.config.max_num_seqs, quiet)
-        for route in ["greedy"] * greedy + ["sampled"] * sampling:
-            with self.compile_counts.watch(route):
-                self.decode([], route)
+        with self._startup_cache():
+            for route in ["greedy"] * greedy + ["sampled"] * sampling:
+                with self.compile_counts.watch(route):
+                    self.decode([], route)
         return time.perf_counter() - begin
+
+    def _startup_cache(self):
+        if not (self.config.compiled and self.config.startup_cache):
+            return contextlib.nullcontext()
+        return reused(cache_file(self.memory.device, self.model.config, self.config, self.model.embedding.weight.dtype))
 
     def add_request(self, prompt, params: SamplingParams = SamplingParams(), request_id: Optional[str] = None,
                     on_output: Optional[Callable[[RequestOutput], None]] = None, cache_salt: str = "") -> str:
