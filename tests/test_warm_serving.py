@@ -132,3 +132,20 @@ def test_engine_warms_what_it_serves_with(model):
             runner.warm_up(sampling=False)
         assert {name for name, *_ in calls} == set(ops) - absent
         assert [args[14].tolist() for name, args, *_ in calls if name == "mamba2_replay"][0] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("pattern", [PATTERN, ("mamba2", "engram", "full")], ids=len)
+def test_prefill_is_warmed_up(pattern):
+    """A whole chunk runs through the eager prefill, writes no cache, and only while no request is running."""
+    runner = engine(tiny_model(pattern=pattern), max_num_seqs=3, chunk_size=20)
+    runner.decode.run = {"greedy": lambda: torch.zeros(4, 3, dtype=torch.int64)}
+    caches = [cache for caches in runner.memory.kv.values() for cache in caches]
+    with recorded("write_kv") as calls, untouched(caches):
+        runner.warm_up(sampling=False)
+    assert [args[3].tolist() for _, args, *_ in calls] == [[-1] * 20] * len(caches)
+    runner.decode.run = {"greedy": runner.decode.greedy_step}
+    runner.add_request([1, 2, 3], GREEDY)
+    runner.step()
+    with recorded("write_kv") as calls:
+        runner.warm_up(sampling=False)
+    assert all(args[3].shape == (4,) for _, args, *_ in calls)  # the decode step's rows alone

@@ -20,7 +20,7 @@ from .request import Request, SamplingParams
 from .scheduler import KVGroup, Plan, Scheduler
 from .startup_cache import cache_file, reused
 from .stats import CompileCounts, Stats
-from .warmup import warm_up_kernels
+from .warmup import warm_up_kernels, warm_up_prefill
 
 
 @dataclass(frozen=True)
@@ -173,6 +173,9 @@ class Engine:
         begin = time.perf_counter()
         measure_back_ends(self.decode)
         warm_up_kernels(self.state, self.config.max_num_seqs, quiet)
+        if not self.scheduler.running:
+            tokens = min(self.config.chunk_size, self.config.prefill_budget, self.config.max_model_len - 1)
+            warm_up_prefill(self.model, self.state, tokens)
         with self._startup_cache():
             for route in ["greedy"] * greedy + ["sampled"] * sampling:
                 with self.compile_counts.watch(route):

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from . import ops
+from .graphs.step import prefill
 from .model_state import DefaultModelState, ReplayModelState
+from .models import HybridModel
 from .progress import shown
 from .replay_context import ReplayContext
 
@@ -249,9 +251,37 @@ def warm_up_replay_kernels(state: DefaultModelState) -> None:
             lens + 1, one, positions, slots[:1], lens, window=state.kept_tokens)
 
 
+@torch.no_grad()
+def warm_up_prefill(model: HybridModel, state: DefaultModelState, tokens: int) -> None:
+    """Runs one prompt chunk of `tokens` tokens, whose kernels would else compile when the first prompt comes.
+
+    For an engine without running requests: the chunk belongs to request 0. It holds no blocks, so that no key-value
+    cache is written; its slots, tables and buffers are put back. (Token history behind a request's position is never
+    read, and stays.)
+    """
+    requests, ids = state.requests, [0] * tokens
+    buffers = [value for owner in (requests, state) for value in vars(owner).values() if isinstance(value, Tensor)]
+    with contextlib.ExitStack() as kept:
+        kept.enter_context(temporary_ring_state((), (), buffers))
+        requests.num_computed[0] = 0
+        requests.kv_tables[:, 0] = 0
+        for states in state.memory.states.values():
+            if isinstance(states, ReplayContext):
+                slots = states.request_tables[:, 0, states.live_col].unique().tolist()
+                kept.enter_context(temporary_ring_state(states, slots))
+                states.request_tables[:, 0, : states.live_col] = 0
+                states.src_cols[0], states.dst_cols[0] = -1, states.live_col
+            else:
+                kept.enter_context(temporary_ring_state([states.state], states.own_slots[0].tolist(),
+                                                        [states.own_slots]))
+                kept.enter_context(temporary_ring_state([states.conv_ring], [1]))
+        if requests.history is not None:
+            requests.history.upload(0, ids, 0)
+        prefill(model, state, [(0, ids)], [[]])
+
+
 def warm_up_kernels(state: DefaultModelState, rows: int, quiet: bool = False) -> None:
-    """All of the above for an engine's model state whose decode steps have `rows` rows; pools of plain states need
-    nothing."""
+    """What a model state's own memory needs, with decode steps of `rows` rows; pools of plain states need nothing."""
     contexts = [states for states in state.memory.states.values() if isinstance(states, ReplayContext)]
     for context in contexts:
         warm_up_decode(context, [rows], quiet=quiet)
