@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .contestants import Case, Contestant, Replay, Update
-from .families import Draw
+from .families import Draw, update_bytes
 from .small_ops import Materialize, Task
 
 
@@ -236,6 +236,10 @@ class FlaUpdate(Update):
     def launches(self) -> list[Callable]:
         # `finals` keeps every set's result alive: written to one address over and over, they would stay in the cache
         return [partial(self.decode, k, self.inputs[k]) for k in range(self.case.sets)]
+
+    def bytes(self) -> float:
+        case = self.case
+        return update_bytes(case.family, case.batch, case.tokens, case.state_dtype, written=1)
 
     def step(self, inputs) -> Tensor:
         o = self.decode(0, inputs)

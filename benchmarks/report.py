@@ -110,7 +110,8 @@ def _cells(row: dict) -> list[str]:
 
 
 def plot(result: dict, path: Path) -> bool:
-    """Share of the read bandwidth over the batch size, one line an op; False where matplotlib is not installed."""
+    """Microseconds of a launch over the batch size, one panel a model, token count and state dtype, replays over whole
+    flush cycles; dashed: what replay's bytes would take at the measured read bandwidth. False without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -118,15 +119,29 @@ def plot(result: dict, path: Path) -> bool:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(9, 5))
-    lines: dict[str, list] = {}
+    panels: dict[tuple, dict[str, list]] = {}
     for row in result["rows"]:
-        if row["us"] is not None and row["op"] in REPLAYS + UPDATES and row["mode"] != "no flush":
-            name = f"{row['contestant']} {row['op']} T={row['tokens']} {row['state_dtype']}"
-            lines.setdefault(name, []).append((row["batch"], row["of_read"]))
-    for name, points in lines.items():
-        axes.plot(*zip(*sorted(points)), marker="o", label=name)
-    axes.set(xscale="log", xlabel="batch", ylabel="share of the read bandwidth", title=result["device"]["name"])
-    axes.legend(fontsize=6)
-    figure.savefig(path, bbox_inches="tight")
+        if row["us"] is None or row["op"] not in REPLAYS + UPDATES or row["mode"] == "no flush":
+            continue
+        lines = panels.setdefault((row["geometry"], row["tokens"], row["state_dtype"]), {})
+        kind = "replay" if row["op"] in REPLAYS else "plain update"
+        lines.setdefault(f"{row['contestant']} {kind}", []).append((row["batch"], row["us"]))
+        if row["contestant"] == "torch_replay" and row["op"] in REPLAYS:
+            bound = row["bytes"] / result["bandwidth_gb_per_s"]["read"] * 1e-3
+            lines.setdefault("replay's bytes", []).append((row["batch"], bound))
+    columns = max(1, len(panels) // len({geometry for geometry, *_ in panels}))
+    ordered = sorted(panels.items(), key=lambda item: (item[0][0], item[0][2] != "float32", item[0][1]))
+    figure, axes = pyplot.subplots(-(-len(ordered) // columns), columns, squeeze=False, sharex=True,
+                                   figsize=(4 * columns, 7))
+    colors = {name: f"C{i}" for i, name in enumerate(sorted({name for lines in panels.values() for name in lines}))}
+    for axis, ((geometry, tokens, dtype), lines) in zip(axes.flat, ordered):
+        for name, points in lines.items():
+            axis.plot(*zip(*sorted(points)), "--" if name == "replay's bytes" else "o-", label=name, markersize=4,
+                      color=colors[name])
+        axis.set(xscale="log", yscale="log", title=f"{geometry}, T={tokens}, {dtype} state", xlabel="batch",
+                 ylabel="microseconds")
+        axis.legend(fontsize=7)
+    figure.suptitle(result["device"]["name"])
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)
     return True

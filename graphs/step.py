@@ -8,6 +8,7 @@ serves every step; the Python around it only schedules.
 import itertools
 import types
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Optional
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from ..models.cached import Batch, forward_hidden
 from ..replay_context import ReplayContext
 from ..sampling import count_accepted, sample_tokens
 from .engram import token_history
+
+if TYPE_CHECKING:
+    from ..parallel import Agreed
 
 _serial = itertools.count()
 
@@ -109,20 +113,23 @@ class DecodeStep:
 
 @torch.no_grad()
 def prefill(model: HybridModel, state: DefaultModelState, rows: list[tuple[int, list[int]]],
-            following: list[list[int]]) -> tuple[list[int], list[list[float]]]:
+            following: list[list[int]], agreed: Optional["Agreed"] = None) -> tuple[list[int], list[list[float]]]:
     """Prefills one chunk a row, `rows` of (request index, token ids), and commits it.
 
     `requests.num_computed` holds each chunk's first position. A state that continues a snapshot is copied from it
     first. following: for each row, the prompt tokens that follow its first tokens and whose log probability is wanted.
+    agreed: what the step does on all ranks. A rank without rows runs one of padding, which changes no state.
     Returns the token sampled after each row's last one, and those log probabilities.
     """
     memory, device = state.memory, state.memory.device
-    longest = max(len(tokens) for _, tokens in rows)
-    inputs = InputBatch.empty(len(rows), longest, device)
+    longest = max((len(tokens) for _, tokens in rows), default=1)
+    padded = max(len(rows), 1)
+    inputs = state.prepare_dummy_inputs(padded, longest)
     inputs.fill(rows, [True] * len(rows))
+    inputs.agreed = agreed
     history = state.requests.history
     if history is not None:
-        history.prefetch(rows, len(rows), longest)
+        history.prefetch(rows, padded, longest)
     batch = state.prepare_inputs(inputs)
     if history is not None:
         history.advance([index for index, _ in rows], [len(tokens) for _, tokens in rows])
@@ -132,13 +139,14 @@ def prefill(model: HybridModel, state: DefaultModelState, rows: list[tuple[int, 
             states.reset_new_slots(states.src_cols, states.dst_cols, inputs.idx_mapping)
     hidden = forward_hidden(model, memory, inputs.input_ids, batch, prefill=True)
     last = inputs.query_lens.long() - 1
-    row = torch.arange(len(rows), device=device)
+    row = torch.arange(padded, device=device)
     logits = model.logits(hidden[row, last]).float()
-    positions = batch.positions.view(len(rows), longest)[row, last]
+    positions = batch.positions.view(padded, longest)[row, last]
     samples = sample(state.requests, logits[:, None], positions[:, None], inputs.idx_mapping)
     logprobs = {row: prompt_logprobs(model, hidden[row], wanted) for row, wanted in enumerate(following) if wanted}
     commit(state, inputs, inputs.query_lens, inputs.is_prefilling)
-    return samples[:, 0].tolist(), [logprobs[row].tolist() if row in logprobs else [] for row in range(len(rows))]
+    listed = [logprobs[row].tolist() if row in logprobs else [] for row in range(len(rows))]
+    return samples[: len(rows), 0].tolist(), listed
 
 
 def prompt_logprobs(model: HybridModel, hidden: Tensor, following: list[int]) -> Tensor:

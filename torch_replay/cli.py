@@ -3,13 +3,16 @@
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from .bench import add_parser as add_bench
+from .parallel import TIMEOUT_SECONDS, RankFailure, StepAgreement, launched_by_torchrun
 from .progress import Ticker, TokenBar
 
 BUILT_IN_PROMPTS = (
@@ -25,13 +28,17 @@ class UserError(Exception):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit status: 0, 2 for bad input, 130 after an interrupt."""
+    """Runs the command; returns its exit status: 0, 1 if another rank failed, 2 for bad input, 130 after an interrupt.
+    """
     arguments = _parser().parse_args(argv)
     try:
         return arguments.run(arguments)
     except UserError as error:
         print(f"torch-replay: {error}", file=sys.stderr)
         return 2
+    except RankFailure as failure:
+        print(f"torch-replay: rank {os.environ['RANK']} stops: {failure}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("torch-replay: interrupted", file=sys.stderr)
         return 130
@@ -59,6 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-k", type=_integer(0), default=0, metavar="N", help="sample among N tokens, 0: all (0)")
     generate.add_argument("--top-p", type=_real(0.0, 1.0), default=1.0, metavar="X", help="probability to keep (1)")
     generate.add_argument("--json", action="store_true", help="print one JSON object instead")
+    generate.add_argument("--rank-timeout", type=_integer(1), default=TIMEOUT_SECONDS, metavar="S",
+                          help="under torchrun, seconds until a rank that does not answer has failed (30)")
     generate.add_argument("--device", default="cpu", metavar="D", help="cpu or cuda (cpu)")
     info = commands.add_parser("info", help="versions, devices and ops")
     info.set_defaults(run=_info)
@@ -110,15 +119,21 @@ def _prompts(arguments) -> list[str]:
     return prompts or list(BUILT_IN_PROMPTS)
 
 
-def _device(name: str) -> torch.device:
+def _device(name: str, local_rank: int | None) -> torch.device:
+    """The device to run on. local_rank: which of its machine's ranks this is, each with a GPU of its own."""
     try:
         device = torch.device(name)
     except RuntimeError:
         raise UserError(f"--device {name}: unknown, expected cpu or cuda") from None
     if device.type not in ("cpu", "cuda"):
         raise UserError(f"--device {name}: not supported, expected cpu or cuda")
-    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        raise UserError(f"--device {name}: this machine has no such device ({torch.cuda.device_count()} CUDA devices)")
+    if device.type == "cuda" and local_rank is not None:
+        if device.index is not None:
+            raise UserError(f"--device {name}: expected cuda under torchrun, where each rank takes a device of its own")
+        device = torch.device("cuda", local_rank)
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= count):
+        raise UserError(f"--device {device}: this machine has no such device ({count} CUDA devices)")
     return device
 
 
@@ -134,51 +149,82 @@ def _load(folder: str | None, device: torch.device):
 
 
 def _generate(arguments) -> int:
-    from .engine import Engine, EngineConfig
-    from .request import SamplingParams
-
     prompts = _prompts(arguments)
     if arguments.top_p == 0:
         raise UserError("--top-p 0: expected a number above 0")
-    device = _device(arguments.device)
+    if not launched_by_torchrun():
+        return _serve(arguments, prompts, _device(arguments.device, None), None)
+    device = _device(arguments.device, int(os.environ["LOCAL_RANK"]))
+    agreement = StepAgreement.from_torchrun(device.type == "cuda", arguments.rank_timeout)
+    status = _serve(arguments, prompts, device, agreement)
+    agreement.close()
+    return status
+
+
+def _serve(arguments, prompts: list[str], device: torch.device, agreement: StepAgreement | None) -> int:
+    """Runs this rank's share of the prompts, every world_size-th; the first rank prints what all of them wrote."""
+    from .engine import Engine, EngineConfig
+    from .request import SamplingParams
+    from .stats import add_up, summarize
+
+    rank, world_size = (0, 1) if agreement is None else (agreement.rank, agreement.world_size)
+    share = range(rank, len(prompts), world_size)
     model, tokenizer = _load(arguments.model, device)
-    batch = min(len(prompts), 8) if arguments.batch is None else arguments.batch
+    batch = min(-(-len(prompts) // world_size), 8) if arguments.batch is None else arguments.batch
     try:
         engine = Engine(model, tokenizer, EngineConfig(
             max_num_seqs=batch, num_spec=arguments.spec, replay=not arguments.no_replay,
-            prefix_cache=arguments.prefix_cache))
+            prefix_cache=arguments.prefix_cache), agreement=agreement)
     except ValueError as error:
         raise UserError(str(error)) from None
-    requests = []
-    for index, prompt in enumerate(prompts):
+    places = {}
+    for index in share:
         params = SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature,
                                 top_k=arguments.top_k, top_p=arguments.top_p, seed=arguments.seed + index)
         try:
-            requests.append(engine.add_request(prompt, params))
+            places[engine.add_request(prompts[index], params)] = index
         except ValueError as error:
             raise UserError(f"prompt {index + 1}: {error}") from None
-    with Ticker("compiling the decode step", quiet=arguments.json) as ticker:
-        engine.warm_up(sampling=arguments.temperature > 0, greedy=arguments.temperature == 0, quiet=arguments.json)
-    shown = None if arguments.json else TokenBar(prompts, arguments.max_tokens)
-    final = _run(engine, requests, shown)
-    stats = {**engine.stats.as_dict(), **engine.compile_counts.as_dict(), "compile_seconds": ticker.seconds,
-             "device": str(device), "batch": batch, "spec": arguments.spec}
+    quiet = arguments.json or rank > 0
+    with Ticker("compiling the decode step", quiet) as ticker:
+        if places:
+            engine.warm_up(sampling=arguments.temperature > 0, greedy=arguments.temperature == 0, quiet=quiet)
+    if agreement is not None:
+        with Ticker("waiting for the other ranks", quiet):
+            agreement.meet()
+    shown = None if quiet else TokenBar(prompts, arguments.max_tokens, len(share))
+    outputs = _run(engine, places, shown)
+    result = (outputs, engine.stats.counters(), engine.compile_counts.as_dict(), ticker.seconds)
+    results = [result] if agreement is None else agreement.gather(result)
+    if results is None:
+        return 0
+    all_outputs, counters, compiled, seconds = zip(*results)
+    stats = {**summarize(add_up(counters)), "graphs": max(counts["graphs"] for counts in compiled),
+             **{name: sum(counts[name] for counts in compiled) for name in ("graph_breaks", "recompiles")},
+             "compile_seconds": max(seconds), "device": str(device), "batch": batch, "spec": arguments.spec}
+    if agreement is not None:
+        stats["ranks"] = [summarize(each) for each in counters]
+    final = {index: output for outputs in all_outputs for index, output in outputs.items()}
     if arguments.json:
-        listed = [_describe(prompt, len(tokenizer.encode(prompt).ids), final[request])
-                  for prompt, request in zip(prompts, requests, strict=True)]
+        listed = [_describe(prompt, len(tokenizer.encode(prompt).ids), final[index])
+                  for index, prompt in enumerate(prompts)]
         print(json.dumps({"requests": listed, "stats": stats}))
-    else:
-        print(_table(stats))
+        return 0
+    for index, output in sorted(final.items()):
+        if index not in share:
+            shown.show(index, replace(output, new_text=output.text))
+    print(_table(stats))
     return 0
 
 
-def _run(engine, requests: list[str], shown) -> dict:
+def _run(engine, places: dict[str, int], shown) -> dict:
+    """Runs the engine to its end. places: prompt number of each request. Returns final outputs by prompt number."""
     final = {}
     while engine.has_work:
         for output in engine.step():
-            final[output.id] = output
+            final[places[output.id]] = output
             if shown is not None:
-                shown.show(requests.index(output.id), output)
+                shown.show(places[output.id], output)
     if shown is not None:
         shown.close()
     return final
@@ -206,6 +252,7 @@ def _table(stats: dict) -> str:
                                           f"{number(stats['state_bytes_per_token_plain'], '{:,.0f}')} without "
                                           f"({route[not stats['replay']]})"),
         *_prefix_rows(stats),
+        *_rank_rows(stats),
         ("compiled graphs a decode step", str(stats["graphs"])),
         ("graph breaks", str(stats["graph_breaks"])),
         ("recompiles after warm-up", str(stats["recompiles"])),
@@ -224,6 +271,11 @@ def _prefix_rows(stats: dict) -> list[tuple[str, str]]:
         ("prefixes published", f"{stats['prefix_published_blocks']} blocks, {stats['prefix_published_snapshots']} "
                                f"snapshots, {stats['prefix_evictions']} evicted"),
     ]
+
+
+def _rank_rows(stats: dict) -> list[tuple[str, str]]:
+    return [(f"rank {rank}", f"{own['prefill_tokens']} tokens prefilled, {own['decode_tokens']} decoded in "
+                             f"{own['decode_steps']} steps") for rank, own in enumerate(stats.get("ranks", []))]
 
 
 def _info(arguments) -> int:

@@ -5,7 +5,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 import torch
 
@@ -21,6 +21,9 @@ from .scheduler import KVGroup, Plan, Scheduler
 from .startup_cache import cache_file, reused
 from .stats import CompileCounts, Stats
 from .warmup import warm_up_kernels, warm_up_prefill
+
+if TYPE_CHECKING:
+    from .parallel import Agreed, StepAgreement
 
 
 @dataclass(frozen=True)
@@ -107,16 +110,19 @@ class Engine:
     `tokenizer` is a `tokenizers.Tokenizer`; without one, prompts are token ids and text is empty. `drafter` proposes
     drafts when `num_spec` > 0; prompt lookup by default. Greedy text and sampled text alike do not depend on what else
     runs, on chunking, on preemption or on drafts: sampling draws from (seed, position) alone.
+
+    agreement: for one of several ranks, each an engine with requests of its own, over the same model. All call `step`
+    for as long as `has_work`, which then is until no rank has any, or `generate`, with prompts or without.
     """
 
     def __init__(self, model: HybridModel, tokenizer=None, config: EngineConfig = EngineConfig(),
-                 drafter: Optional[Drafter] = None):
+                 drafter: Optional[Drafter] = None, agreement: Optional["StepAgreement"] = None):
         context = model.config.max_position
         length = context if config.max_model_len is None else config.max_model_len
         if length > context:
             raise ValueError(f"max_model_len is {length}, expected at most the model's context of {context}")
         self.config = replace(config, max_model_len=length)
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer, self.agreement = model, tokenizer, agreement
         tokens = 1 + config.num_spec
         kinds = [kind for kind in ("full", "swa") if kind in model.config.pattern]
         per_request = -(-length // config.block_size)
@@ -162,7 +168,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or (self.agreement is not None and not self.agreement.done)
 
     def warm_up(self, sampling: bool = True, greedy: bool = True, quiet: bool = False) -> float:
         """Chooses back ends, runs kernels once and compiles the decode step; no state changes. Returns the seconds.
@@ -221,29 +227,56 @@ class Engine:
         """One scheduling step: chunks of prompts, then one token or more for every request that decodes.
 
         If the model fails, every request of the step is put back to be computed anew from its tokens, the others keep
-        all they have, and the exception is raised again; `step` may be called again.
+        all they have, and the exception is raised again; `step` may be called again. Where ranks agree on steps, the
+        others are told and stop with a RankFailure, and there is no further step on any.
         """
-        plan = self.scheduler.schedule()
         outputs: list[RequestOutput] = []
         failures: list[Exception] = []
+        with self._reporting():
+            self._step(outputs, failures)
+        if failures:
+            raise failures[0]
+        return outputs
+
+    @contextlib.contextmanager
+    def _reporting(self):
+        """An exception in the body is told to the other ranks, which wait for this one's next message."""
+        try:
+            yield
+        except Exception as error:
+            if self.agreement is not None:
+                self.agreement.report(error)
+            raise
+
+    def _step(self, outputs, failures) -> None:
+        plan = self.scheduler.schedule()
         try:
             self._place(plan)
+            agreed = self._agree(plan) if self.agreement is not None else None
             if plan.prefills:
-                self._prefill(plan, outputs, failures)
+                self._prefill(plan, agreed, outputs, failures)
+            elif agreed is not None and agreed.prefills and self.state.joins_prefills:
+                prefill(self.model, self.state, [], [], agreed)
             self._drop_finished(plan)
             if plan.decodes:
                 self._decode(plan, outputs, failures)
         except BaseException:
             self.scheduler.recover(plan)
             raise
-        if failures:
-            raise failures[0]
-        return outputs
+
+    def _agree(self, plan: Plan) -> "Agreed":
+        rows = [(chunk.request.index, chunk.length, True) for chunk in plan.prefills]
+        kept = self.state.kept_counts(rows)
+        trims = kept != [length for _, length, _ in rows]
+        return self.agreement.agree(bool(plan.requests), bool(rows), trims, sum(kept))
 
     def generate(self, prompts: Sequence, params: SamplingParams = SamplingParams()) -> list[RequestOutput]:
         """Runs prompts to their end and returns their final outputs in order."""
         final: dict[str, RequestOutput] = {}
-        ids = [self.add_request(prompt, params) for prompt in prompts]
+        if self.agreement is not None:
+            self.agreement.open()
+        with self._reporting():
+            ids = [self.add_request(prompt, params) for prompt in prompts]
         while self.has_work:
             final.update((output.id, output) for output in self.step())
         return [final[request_id] for request_id in ids]
@@ -272,13 +305,13 @@ class Engine:
             self._placed[request.index] = request
         self.state.update_requests(plan.requests, plan.admitted)
 
-    def _prefill(self, plan: Plan, outputs, failures) -> None:
+    def _prefill(self, plan: Plan, agreed: Optional["Agreed"], outputs, failures) -> None:
         begin = time.perf_counter()
         chunks = [(chunk.request.index, chunk.request.tokens[chunk.start : chunk.start + chunk.length])
                   for chunk in plan.prefills]
         following = [chunk.request.prompt_ids[chunk.start + 1 : chunk.start + 1 + chunk.length]
                      if chunk.request.params.prompt_logprobs else [] for chunk in plan.prefills]
-        samples, logprobs = prefill(self.model, self.state, chunks, following)
+        samples, logprobs = prefill(self.model, self.state, chunks, following, agreed)
         names = [chunk.request.id for chunk in plan.prefills]
         self.stats.record_prefill(names, sum(len(ids) for _, ids in chunks), time.perf_counter() - begin)
         for chunk, token, values in zip(plan.prefills, samples, logprobs, strict=True):

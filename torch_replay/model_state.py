@@ -20,6 +20,7 @@ from .request import Request
 
 if TYPE_CHECKING:
     from .graphs.step import RequestState
+    from .parallel import Agreed
     from .scheduler import KVGroup
 
 
@@ -33,6 +34,7 @@ class InputBatch:
     num_reqs: Tensor  # [1] int32, leading rows in use
     is_prefilling: Optional[Tensor] = None  # [B] bool; None: no row is
     rows: list[tuple[int, int, bool]] = field(default_factory=list)  # host: request, tokens, prefilling; those in use
+    agreed: Optional["Agreed"] = None  # what the step does on all ranks; None: no ranks that agree
 
     @classmethod
     def empty(cls, rows: int, tokens: int, device) -> "InputBatch":
@@ -105,7 +107,12 @@ class ReplayAttnMetadata:
 
 
 class DefaultModelState:
-    """Positions, state slots and attention metadata of a model without prefix replay."""
+    """Positions, state slots and attention metadata of a model without prefix replay.
+
+    joins_prefills: whether a rank without prompts runs a prefill of padding while another rank has some.
+    """
+
+    joins_prefills = False
 
     def __init__(self, memory: ModelMemory, requests: "RequestState"):
         self.requests = requests
@@ -166,6 +173,10 @@ class DefaultModelState:
         states.request_tables[:, index, :-1] = columns.to(index.device)
         states.src_cols[index], states.dst_cols[index] = moves.to(index.device)
 
+    def kept_counts(self, rows: list[tuple[int, int, bool]]) -> list[int]:
+        """How many last tokens of each of `InputBatch.rows` the model's tail runs on: all."""
+        return [count for _, count, _ in rows]
+
     def prepare_inputs(self, inputs: InputBatch) -> Batch:
         """Positions, lengths, state slots and n-gram entries of a step in the uniform layout. Writes the contexts'
         `block_tables` and the token history."""
@@ -225,7 +236,8 @@ class ReplayModelState(DefaultModelState):
     Encoder side: tokens before a hit are computed again, and written to no shared block. Decoder side: in the last
     `decoder_replay_layers` sublayers a prefilling row keeps its last tokens, as many as the attention window; with
     `exact` as many as give what all of them would, `window + (n - 1) (window - 1)` for n window layers. A row whose
-    every output is read (prompt logprobs) keeps all, and so does a decoding row. Nothing of a step outlives it.
+    every output is read (prompt logprobs) keeps all, and so does a decoding row. Nothing of a step outlives it. Where
+    ranks agree on a step, each drops tokens, or runs the tail on all it has as a sub-batch, if any rank drops some.
 
     groups: the scheduler's KV groups, in the order of `memory.kv`. tail_windows: n, sliding-window layers in the
     model's tail, 0: no decoder-side replay. By request: `replay_start` [max_reqs] int32, 0: no replay, and on the
@@ -242,6 +254,7 @@ class ReplayModelState(DefaultModelState):
         self.keeps_rows = [False] * len(requests.num_computed)
         window = memory.attention_window
         self.tail_windows = tail_windows
+        self.joins_prefills = tail_windows > 0
         self.kept_tokens = window + (tail_windows - 1) * (window - 1) if exact else window
 
     def initialize_kv_cache(self, memory: ModelMemory) -> None:
@@ -264,6 +277,12 @@ class ReplayModelState(DefaultModelState):
         replays = inputs.is_prefilling & (inputs.idx_mapping >= 0)
         return torch.where(replays, self.replay_start[inputs.idx_mapping.clamp(min=0).long()], 0)
 
+    def kept_counts(self, rows: list[tuple[int, int, bool]]) -> list[int]:
+        if not self.tail_windows:
+            return super().kept_counts(rows)
+        return [min(count, self.kept_tokens) if prefilling and not self.keeps_rows[index] else count
+                for index, count, prefilling in rows]
+
     def prepare_attn(self, batch: Batch, inputs: InputBatch) -> None:
         """As the base class; prefilling rows get their replay and, if one drops tokens, the step gets `batch.tail`."""
         if inputs.is_prefilling is None or not self.memory.kv:
@@ -275,10 +294,11 @@ class ReplayModelState(DefaultModelState):
             ops.pad_replayed_slots(mappings, self.cacheable_groups, batch.query_start_loc, batch.positions, starts,
                                    inputs.query_lens, window=self.replay_window)
         self._build(batch, tables, mappings, ReplayAttnMetadata(starts))
-        kept = [min(count, self.kept_tokens) if prefilling and not self.keeps_rows[index] else count
-                for index, count, prefilling in inputs.rows]
-        if self.tail_windows and kept != [count for _, count, _ in inputs.rows]:
+        kept, agreed = self.kept_counts(inputs.rows), inputs.agreed
+        trims = agreed.trims if agreed is not None else kept != [count for _, count, _ in inputs.rows]
+        if self.tail_windows and trims:
             batch.tail = self._tail(batch, inputs, kept, tables, mappings, starts)
+            batch.tail.rank_tokens = agreed.kept_tokens if agreed is not None else None
 
     def _tail(self, batch: Batch, inputs: InputBatch, kept: list[int], tables, mappings, starts) -> TailBatch:
         """The sub-batch of the last `kept` tokens of each row, with metadata of its own."""

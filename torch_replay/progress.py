@@ -50,17 +50,17 @@ class TokenBar:
     """Streams outputs in the order of their prompts, and shows a bar of all tokens on a terminal.
 
     The first output that is not finished streams line by line above the bar, or piece by piece where there is no bar;
-    later ones wait for their turn.
+    later ones wait for their turn. The bar is of `running` prompts; outputs of others may be shown once it is closed.
     """
 
-    def __init__(self, prompts: list[str], max_tokens: int):
+    def __init__(self, prompts: list[str], max_tokens: int, running: int):
         self.prompts = prompts
         self.waiting = [""] * len(prompts)
         self.counts, self.ended = [0] * len(prompts), [False] * len(prompts)
         self.turn, self.begun = 0, False
         self.line = ""  # the beginning of a line, kept until it is whole: above a bar only whole lines have room
         terminal = sys.stderr.isatty()
-        self.bar = tqdm(total=len(prompts) * max_tokens, unit="token", leave=False) if terminal else None
+        self.bar = tqdm(total=running * max_tokens, unit="token", leave=False) if terminal else None
 
     def show(self, index: int, output) -> None:
         """Takes a `RequestOutput` of prompt `index`."""

@@ -1,6 +1,7 @@
 """What a run did: tokens and seconds, acceptance, flushes, state traffic, and what the compiler did."""
 
 import contextlib
+import types
 from dataclasses import asdict
 from typing import Optional
 
@@ -52,35 +53,59 @@ class Stats:
         """Drops what is kept of a request that has ended."""
         self._ring_rows.pop(request, None)
 
-    def as_dict(self) -> dict:
-        """Flat numbers; None where nothing ran that would define one.
-
-        State bytes are those of state-space layers: checkpoints and ring rows with replay, states without. The route
-        that did not run is computed from the same steps.
-        """
-        plain_writes = self.fed if self._keeps_token_states else self.decode_rows
-        with_replay = _ratio(self.replay_flushes * self._state_bytes + self.fed * self._ring_bytes, self.decode_tokens)
-        plain = _ratio(plain_writes * self._state_bytes, self.decode_tokens)
+    def counters(self) -> dict:
+        """What `summarize` reads, plain numbers; those of several engines add up by `add_up`."""
+        counts = {} if self.prefix is None else {**asdict(self.prefix.counts), "evictions": self.prefix.evictions}
         return {
-            "replay": self.replay,
-            "prefill_tokens": self.prefill_tokens,
-            "prefill_tokens_per_second": _ratio(self.prefill_tokens, self.prefill_seconds),
-            "decode_tokens": self.decode_tokens,
-            "decode_steps": self.decode_steps,
-            "tokens_per_second": _ratio(self.decode_tokens, self.decode_seconds),
-            "acceptance_rate": _ratio(self.accepted_drafts, self.drafted),
-            "flush_rate": _ratio(self.flushes, self.decode_rows) if self.replay else None,
-            "state_bytes_per_token": with_replay if self.replay else plain,
-            "state_bytes_per_token_replay": with_replay,
-            "state_bytes_per_token_plain": plain,
-            **self._prefix_counts(),
+            **{name: getattr(self, name) for name in (
+                "replay", "prefill_tokens", "decode_tokens", "decode_rows", "decode_steps", "prefill_seconds",
+                "decode_seconds", "drafted", "accepted_drafts", "fed", "flushes", "replay_flushes")},
+            "state_bytes": self._state_bytes, "ring_bytes": self._ring_bytes,
+            "keeps_token_states": self._keeps_token_states,
+            **{f"prefix_{name}": value for name, value in counts.items()},
         }
 
-    def _prefix_counts(self) -> dict:
-        if self.prefix is None:
-            return {}
-        counts = {f"prefix_{name}": value for name, value in asdict(self.prefix.counts).items()}
-        return {**counts, "prefix_evictions": self.prefix.evictions}
+    def as_dict(self) -> dict:
+        """`summarize` of this engine's counters."""
+        return summarize(self.counters())
+
+
+def add_up(ranks: list[dict]) -> dict:
+    """Counters of engines of one model that ran side by side: counts add up, seconds are the longest."""
+    def merge(name: str):
+        values = [counters[name] for counters in ranks]
+        if name in ("replay", "state_bytes", "ring_bytes", "keeps_token_states"):
+            return values[0]
+        return max(values) if name.endswith("_seconds") else sum(values)
+
+    return {name: merge(name) for name in ranks[0]}
+
+
+def summarize(counters: dict) -> dict:
+    """Flat numbers of `Stats.counters`; None where nothing ran that would define one.
+
+    State bytes are those of state-space layers: checkpoints and ring rows with replay, states without. The route
+    that did not run is computed from the same steps.
+    """
+    count = types.SimpleNamespace(**counters)
+    plain_writes = count.fed if count.keeps_token_states else count.decode_rows
+    written = count.replay_flushes * count.state_bytes + count.fed * count.ring_bytes
+    with_replay = _ratio(written, count.decode_tokens)
+    plain = _ratio(plain_writes * count.state_bytes, count.decode_tokens)
+    return {
+        "replay": count.replay,
+        "prefill_tokens": count.prefill_tokens,
+        "prefill_tokens_per_second": _ratio(count.prefill_tokens, count.prefill_seconds),
+        "decode_tokens": count.decode_tokens,
+        "decode_steps": count.decode_steps,
+        "tokens_per_second": _ratio(count.decode_tokens, count.decode_seconds),
+        "acceptance_rate": _ratio(count.accepted_drafts, count.drafted),
+        "flush_rate": _ratio(count.flushes, count.decode_rows) if count.replay else None,
+        "state_bytes_per_token": with_replay if count.replay else plain,
+        "state_bytes_per_token_replay": with_replay,
+        "state_bytes_per_token_plain": plain,
+        **{name: value for name, value in counters.items() if name.startswith("prefix_")},
+    }
 
 
 class CompileCounts:

@@ -48,6 +48,7 @@ class TailBatch:
 
     rows: Tensor  # [kept] int64, which tokens of the whole batch
     batch: Batch  # of the kept tokens, one row after the other; has metadata for sliding windows alone
+    rank_tokens: Optional[tuple[int, ...]] = None  # kept tokens by rank, for layers that exchange them; None: one rank
 
 
 def forward_hidden(model, memory, input_ids: Tensor, batch: Batch, prefill: bool) -> Tensor:
@@ -169,8 +170,9 @@ def _initial_state(states, place, batch):
 
 
 def _store_state(states, place, final, batch):
-    """Hands the state over as the new checkpoint. Prefill rows are real rows with slots of their own."""
-    states.state[place, batch.state_slots[states.family].long()] = final.to(states.state.dtype)
+    """Hands the state over as the new checkpoint; rows of padding leave the null slot as it is."""
+    slots, pool = batch.state_slots[states.family].long(), states.state[place]
+    pool[slots] = torch.where((slots > 0).view(-1, 1, 1, 1), final.to(pool.dtype), pool[slots])
 
 
 def _conv_history(states, place, width, batch):
