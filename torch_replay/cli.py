@@ -191,7 +191,7 @@ def _serve(arguments, prompts: list[str], device: torch.device, agreement: StepA
     quiet = arguments.json or rank > 0
     with Ticker("compiling the decode step", quiet) as ticker:
         if places:
-            engine.warm_up(sampling=arguments.temperature > 0, greedy=arguments.temperature == 0)
+            engine.warm_up(sampling=arguments.temperature > 0, greedy=arguments.temperature == 0, quiet=quiet)
     if agreement is not None:
         with Ticker("waiting for the other ranks", quiet):
             agreement.meet()

@@ -18,7 +18,9 @@ from .model_state import DefaultModelState, ReplayModelState
 from .models import HybridModel
 from .request import Request, SamplingParams
 from .scheduler import KVGroup, Plan, Scheduler
+from .startup_cache import cache_file, reused
 from .stats import CompileCounts, Stats
+from .warmup import warm_up_kernels, warm_up_prefill
 
 if TYPE_CHECKING:
     from .parallel import Agreed, StepAgreement
@@ -42,6 +44,9 @@ class EngineConfig:
     dtype, state_dtype, ring_dtype: of activations and KV caches, of recurrent states, and of the rings (None: see
     `memory.default_ring_dtype`).
 
+    startup_cache: `warm_up` keeps what it compiled in the user's cache folder and takes it from there at the next
+    start, see `startup_cache`; the environment variable TORCH_REPLAY_STARTUP_CACHE=0 turns that off too.
+
     exact_decoder_replay: a model with `decoder_replay_layers` prefills as many tokens there as make no difference.
     """
 
@@ -64,6 +69,7 @@ class EngineConfig:
     dtype: torch.dtype = torch.float32
     state_dtype: torch.dtype = torch.float32
     ring_dtype: Optional[torch.dtype] = None
+    startup_cache: bool = True
 
     def __post_init__(self):
         for name in ("max_num_seqs", "block_size", "window", "prefill_budget", "chunk_size", "prefill_rows"):
@@ -164,18 +170,28 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work or (self.agreement is not None and not self.agreement.done)
 
-    def warm_up(self, sampling: bool = True, greedy: bool = True) -> float:
-        """Chooses back ends and compiles the decode step, on rows of padding that change no state. Returns the seconds.
+    def warm_up(self, sampling: bool = True, greedy: bool = True, quiet: bool = False) -> float:
+        """Chooses back ends, runs kernels once and compiles the decode step; no state changes. Returns the seconds.
 
         Steps whose requests are all greedy run a graph of their own; leave out the route that will not be used. What
-        is not compiled here compiles when it is first needed.
+        is not compiled here compiles when it is first needed. quiet: no progress bar.
         """
         begin = time.perf_counter()
         measure_back_ends(self.decode)
-        for route in ["greedy"] * greedy + ["sampled"] * sampling:
-            with self.compile_counts.watch(route):
-                self.decode([], route)
+        warm_up_kernels(self.state, self.config.max_num_seqs, quiet)
+        if not self.scheduler.running:
+            tokens = min(self.config.chunk_size, self.config.prefill_budget, self.config.max_model_len - 1)
+            warm_up_prefill(self.model, self.state, tokens)
+        with self._startup_cache():
+            for route in ["greedy"] * greedy + ["sampled"] * sampling:
+                with self.compile_counts.watch(route):
+                    self.decode([], route)
         return time.perf_counter() - begin
+
+    def _startup_cache(self):
+        if not (self.config.compiled and self.config.startup_cache):
+            return contextlib.nullcontext()
+        return reused(cache_file(self.memory.device, self.model.config, self.config, self.model.embedding.weight.dtype))
 
     def add_request(self, prompt, params: SamplingParams = SamplingParams(), request_id: Optional[str] = None,
                     on_output: Optional[Callable[[RequestOutput], None]] = None, cache_salt: str = "") -> str:

@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+from collections.abc import Iterable, Sequence
 
 from tqdm import tqdm
 
@@ -38,6 +39,11 @@ class Ticker:
         self._done.set()
         if self._thread is not None:
             self._thread.join()
+
+
+def shown(items: Sequence, label: str, quiet: bool = False) -> Iterable:
+    """`items`, one after the other, with a bar on stderr where that is a terminal."""
+    return tqdm(items, desc=label, leave=False, disable=quiet or not sys.stderr.isatty())
 
 
 class TokenBar:

@@ -119,6 +119,7 @@ class ReplayContext:
         self.src_slots, self.dst_slots, self.plan_start, self.plan_count = (
             torch.zeros(table[:2], dtype=torch.int32, device=device) for _ in range(4))
         self.A = None
+        self.warmed_signature = None  # of the pools that `warm_up_materializer` ran on
         self.initialize_ring_trackers(KVCacheConfig(num_slots, device))
         self.allocate_pools(num_slots, device)
 
@@ -213,24 +214,36 @@ class ReplayContext:
 
         Arguments as in `ops.ring_commit`; `window` must be the one that the forward used (default: W).
         """
+        plan = self.commit(num_computed, num_accepted, is_prefilling, query_start_loc, query_lens, live_cols,
+                           idx_mapping, window, post_step)
+        if self.mode != "align":
+            return
+        src, dst, _, count = plan
+        active, _ = ops.compact_active(count, num_reqs)
+        self.materialize(plan, active, seed, philox_rounds)
+        ops.copy_slots(self.conv_ring, src, dst, self.layer_group, active)
+
+    def commit(self, num_computed, num_accepted, is_prefilling, query_start_loc=None, query_lens=None, live_cols=None,
+               idx_mapping=None, window=None, post_step=False) -> list[Tensor]:
+        """The first part of `postprocess`: moves cursors. Returns the snapshot plan, views [G, B] of `src_slots`,
+        `dst_slots`, `plan_start` and `plan_count`; empty in mode none."""
         rows = is_prefilling.shape[0]
-        align = self.mode == "align"
         plan = [t[:, :rows] for t in (self.src_slots, self.dst_slots, self.plan_start, self.plan_count)]
         ops.ring_commit(
             self.ring_start, self.ring_committed, *plan, self.block_tables[:, :rows], query_start_loc, query_lens,
             num_computed, num_accepted, is_prefilling, live_cols, idx_mapping, block_size=self.block_size,
             window=self.window if window is None else window, ring_len=self.ring_len, post_step=post_step,
-            materialize=align)
-        if not align:
-            return
-        src, dst, start, count = plan
-        active, _ = ops.compact_active(count, num_reqs)
-        where = (src, dst, start, count, self.layer_group, active, self.state_scale, seed)
+            materialize=self.mode == "align")
+        return plan
+
+    def materialize(self, plan: list[Tensor], active_rows: Tensor, seed: Optional[Tensor] = None,
+                    philox_rounds: int = 0) -> None:
+        """Writes the checkpoints that a `plan` asks for, of the batch rows in `active_rows` [B] (-1 ends the list)."""
+        where = (*plan, self.layer_group, active_rows, self.state_scale, seed)
         if self.family == "mamba2":
             ops.mamba2_materialize(self.state, *self.rings, self.A, *where, philox_rounds=philox_rounds)
         else:
             ops.gdn_materialize(self.state, *self.rings, *where, philox_rounds=philox_rounds)
-        ops.copy_slots(self.conv_ring, src, dst, self.layer_group, active)
 
 
 class PlainStates:
