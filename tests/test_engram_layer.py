@@ -232,7 +232,7 @@ def test_layer_trains():
     torch.manual_seed(0)
     sizes = HybridConfig.load(small_model_dir() / "config.json").to_dict() | {
         "vocab_size": 16, "hidden_size": 32, "pattern": ["engram", "mlp"], "mlp_hidden": 32, "engram_order": 3,
-        "engram_heads": 2, "engram_dim": 8, "engram_table_size": 512}
+        "engram_heads": 2, "engram_dim": 8, "engram_table_size": 512, "engram_vocab_size": 0}
     rule = torch.randint(16, (16, 16))
     losses = {}
     for shut in (False, True):

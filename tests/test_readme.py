@@ -25,4 +25,4 @@ def test_commands_are_complete():
     commands = re.findall(r"```\n(python3 -m venv .*?)\n```", README, re.S)
     assert len(commands) == 2
     assert all("-c constraints.txt" in command for command in commands)
-    assert "torch-replay generate" in commands[0] and commands[1].endswith("python -m pytest")
+    assert "torch-replay generate" in commands[0] and ".venv/bin/python -m pytest" in commands[1]
