@@ -6,7 +6,9 @@ argument, and, bitwise, every argument that must not change.
 """
 
 import contextlib
+import itertools
 
+import pytest
 import torch
 
 from torch_replay.ops.registry import OPS
@@ -71,6 +73,27 @@ def call(op: str, arguments: dict):
     with poisoned_outputs():
         out = OPS[op].overload(**arguments)
     return () if out is None else out if isinstance(out, tuple) else (out,)
+
+
+def assert_refused(run, arguments: dict, message: str) -> None:
+    """`run(**arguments)` raises a ValueError that matches `message`, and has written to no tensor."""
+    before = {name: clone(value) for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    with pytest.raises(ValueError, match=message):
+        run(**arguments)
+    for name, value in before.items():
+        assert torch.equal(raw(arguments[name]), raw(value)), name
+
+
+def failing_kernel(op: str, after: int, error: type[Exception]):
+    """The CPU kernel of `op`, whose call number `after` raises instead."""
+    calls, kernel = itertools.count(1), OPS[op].kernels["cpu"]
+
+    def failing(*args, **kwargs):
+        if next(calls) == after:
+            raise error
+        return kernel(*args, **kwargs)
+
+    return failing
 
 
 def check_sample(sample, truth, device: str = "cpu", dtype: torch.dtype = torch.float32, skip: tuple = (),

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from harness import assert_close
+from harness import assert_close, failing_kernel
 from tiny import engine, greedy, tiny_config, tiny_model
 from truth_model import TruthModel
 
@@ -12,7 +12,7 @@ from torch_replay import HybridModel, SamplingParams
 from torch_replay.ops.conv import naive as conv
 from torch_replay.ops.gdn import naive as gdn
 from torch_replay.ops.mamba2 import naive as mamba2
-from torch_replay.ops.registry import OPS, override_kernel
+from torch_replay.ops.registry import override_kernel
 
 LENGTHS = (5, 1, 37, 70, 16)
 TOKENS = 40
@@ -175,18 +175,10 @@ class Injected(RuntimeError):
 @pytest.mark.parametrize("after", [1, 3, 31])
 def test_failed_step(model, prompts, want, op, after):
     """A step that raises in the middle changes no request's text: all are computed anew from their tokens."""
-    calls, kernel = [0], OPS[op].kernels["cpu"]
-
-    def failing(*args, **kwargs):
-        calls[0] += 1
-        if calls[0] == after:
-            raise Injected
-        return kernel(*args, **kwargs)
-
     runner = engine(model, num_spec=2)
     ids = [runner.add_request(prompt, PARAMS) for prompt in prompts]
     final, raised = {}, 0
-    with override_kernel(op, "cpu", failing):
+    with override_kernel(op, "cpu", failing_kernel(op, after, Injected)):
         while runner.has_work:
             try:
                 final.update((output.id, output.token_ids) for output in runner.step())

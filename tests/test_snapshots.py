@@ -9,7 +9,7 @@ import random
 
 import pytest
 import torch
-from harness import assert_close
+from harness import assert_close, failing_kernel
 from prefix_harness import Watch, poison_free
 from test_engine import Injected, RandomDrafter
 from tiny import engine, greedy, tiny_model
@@ -17,7 +17,7 @@ from truth_model import TruthModel
 
 from torch_replay import SamplingParams
 from torch_replay.ops.mamba2 import naive as mamba2
-from torch_replay.ops.registry import OPS, override_kernel
+from torch_replay.ops.registry import override_kernel
 from torch_replay.prefix_cache import extend_keys
 
 PATTERN = ("mamba2", "gdn", "mlp")
@@ -219,19 +219,11 @@ def test_acceptance(model, prompt, text, states, script, window, ring_len):
 @pytest.mark.parametrize("after", [1, 5])
 def test_a_failed_step_publishes_nothing(model, prompt, text, op, after):
     """An op of the publication itself fails: what is published stays as it was, and the text too."""
-    calls, kernel = [0], OPS[op].kernels["cpu"]
-
-    def failing(*args, **kwargs):
-        calls[0] += 1
-        if calls[0] == after:
-            raise Injected
-        return kernel(*args, **kwargs)
-
     watch = Watch(model, state_block_size=4, num_snapshots=20, chunk_size=8, num_spec=2)
     watch.runner.scheduler.drafter = RandomDrafter([prompt + text])
     request_id = watch.runner.add_request(prompt, PARAMS)
     final, raised = None, 0
-    with override_kernel(op, "cpu", failing):
+    with override_kernel(op, "cpu", failing_kernel(op, after, Injected)):
         while watch.runner.has_work:
             before, count = set(watch.prefix.snapshots._block_of), watch.counts.published_snapshots
             try:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import truth_tokens
-from harness import call, check_sample, named, raw
+from harness import assert_refused, call, check_sample, named, raw
 
 from torch_replay.ops.registry import OPS, override_kernel
 from torch_replay.ops.tokens import naive
@@ -185,11 +185,7 @@ def test_bad_input(op, change, message):
     sample = {"prepare_positions": 2, "compute_slot_mappings": 2, "write_kv": 1}[op]
     arguments = named(op, *samples(op)[sample].make())
     arguments.update(change)
-    before = {name: value.clone() for name, value in arguments.items() if isinstance(value, torch.Tensor)}
-    with pytest.raises(ValueError, match=f"{op}: .*{message}"):
-        OPS[op].wrapper(**arguments)
-    for name, value in before.items():
-        assert torch.equal(raw(arguments[name]), raw(value)), name
+    assert_refused(OPS[op].wrapper, arguments, f"{op}: .*{message}")
 
 
 def test_wrong_types():
