@@ -38,13 +38,13 @@ def recorded_losses(engine: Engine):
     """Yields a dict that gets the loss of every prompt token that the engine's prefills predict, by position."""
     losses, prefill = {}, engines.prefill
 
-    def recording(model, state, rows, following, agreed):
+    def recording(model, state, rows, following, agreed, before):
         wanted = []
         for index, tokens in rows:
-            request, start = engine._placed[index], int(state.requests.num_computed[index])
+            request, start = engine._placed[index], int(state.requests.host.num_computed[index])
             wanted.append(request.prompt_ids[start + 1 : start + 1 + len(tokens)])
             first = start + 1
-        samples, logprobs = prefill(model, state, rows, wanted, agreed)
+        samples, logprobs = prefill(model, state, rows, wanted, agreed, before)
         losses.update(enumerate((-value for value in logprobs[-1]), first))
         return samples, [[] for _ in rows]
 

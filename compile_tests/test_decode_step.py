@@ -9,7 +9,7 @@ from torch._inductor.utils import run_and_get_code
 
 from torch_replay import SamplingParams
 from torch_replay.engram import DeviceTable
-from torch_replay.graphs.step import compile_alone
+from torch_replay.graphs.compiled import compile_alone
 
 PATTERN = ("mamba2", "gdn", "swa", "full", "mlp", "mamba2")
 PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)

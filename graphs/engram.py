@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from .compiled import mark_static
 
 Context = tuple[Tensor, Tensor]  # of one layer: entries [B, T, columns * D] and masked tokens [B, T]
 
@@ -20,18 +21,27 @@ class TokenHistory:
 
     A step writes its own inputs at their positions. Ids at and after a request's position are leftovers (rejected
     drafts, an earlier request) that no lookback reads, so acceptance and the end of a request need nothing. Ids before
-    a prefill chunk come from the host (`upload`), whichever way the request got there.
+    a prefill chunk come from the host with the chunk (`write_lookback`), whichever way the request got there.
+
+    ids: [max_reqs + 1, max_len] int32; filler tokens write to the last row. lookback: [max_reqs, depth] int32, by row,
+    the last step's; -1 at first.
     """
 
     def __init__(self, store, max_reqs: int, max_len: int, device):
-        self.store = store
-        # one request more: filler tokens write there
+        self.store, self.lookback_depth = store, store.depth
         self.ids = torch.zeros(max_reqs + 1, max_len, dtype=torch.int32, device=device)
+        self.lookback = torch.full((max_reqs, store.depth), -1, dtype=torch.int32, device=device)
 
-    def upload(self, req: int, tokens: list[int], start: int) -> None:
-        """Before a prefill chunk from position `start` of `tokens`: the ids that its n-grams reach back to."""
-        first = max(start - self.store.depth, 0)
-        self.ids[req, first:start] = torch.tensor(tokens[first:start], dtype=torch.int32)
+    def started(self, req: int, before: list[int]) -> None:
+        """Nothing to do: the step brings what it needs of the tokens before a chunk."""
+
+    def write_lookback(self, req: Tensor, start: Tensor, tokens: Tensor) -> None:
+        """Ids before the chunks of requests `req` [B] from positions `start` [B] on: tokens [B, depth], newest first,
+        -1 for none."""
+        position = start[:, None] - 1 - torch.arange(tokens.shape[1], device=tokens.device)
+        inside = (tokens >= 0) & (position >= 0)
+        row = torch.where(inside, req[:, None], self.ids.shape[0] - 1)
+        self.ids.index_put_((row, position.clamp(min=0).long()), tokens)
 
     def prefetch(self, rows: list[tuple[int, list[int]]], height: int, width: int, keep: bool = False) -> None:
         """Nothing to do: the step looks its rows up itself."""
@@ -45,7 +55,7 @@ class TokenHistory:
         Filler tokens read no rows. The lookback lies before a row's inputs, so the order of the two does not matter.
         """
         store, (rows, tokens) = self.store, input_ids.shape
-        lookback = torch.empty(rows, store.depth, dtype=torch.int32, device=input_ids.device)
+        lookback = self.lookback[:rows]
         layout = batch.query_start_loc, idx_mapping, num_reqs, batch.query_lens
         ops.engram_lookback(lookback, self.ids, batch.positions, *layout)
         row_ids = store.rows(input_ids.flatten(), batch.positions, batch.query_start_loc, lookback, batch.query_lens)
@@ -67,8 +77,10 @@ class HostPrefetch:
     """The same where a step cannot read the table (a file, on a GPU): the host fetches the rows before the step.
 
     The host knows a step's input ids as soon as the last step's results are there. It needs nothing else from the
-    device: `upload` tells where a chunk starts, and every step how many tokens it accepted.
+    device: `started` tells where a chunk starts, and every step how many tokens it accepted.
     """
+
+    lookback_depth = 0  # the device needs none
 
     def __init__(self, store, max_reqs: int, max_len: int, device):
         self.history, self.device = TokenHistory(store.on_host(), max_reqs, max_len, "cpu"), device
@@ -76,9 +88,11 @@ class HostPrefetch:
         self.kept: dict[tuple[int, int], list[Context]] = {}  # buffers by rows and tokens of a step
         self.current: list[Context] = []  # for the step to come
 
-    def upload(self, req: int, tokens: list[int], start: int) -> None:
-        self.history.upload(req, tokens, start)
-        self.first[req] = start
+    def started(self, req: int, before: list[int]) -> None:
+        """A prompt chunk of the request comes next, after all tokens in `before`."""
+        start = self.first[req] = len(before)
+        first = max(start - self.history.lookback_depth, 0)
+        self.history.ids[req, first:start] = torch.tensor(before[first:], dtype=torch.int32)
 
     def prefetch(self, rows: list[tuple[int, list[int]]], height: int, width: int, keep: bool = False) -> None:
         """Fetches for `rows` of (request, token ids), as a step of shape [height, width] will ask for them.
@@ -98,6 +112,7 @@ class HostPrefetch:
             self.current = [tuple(value.to(self.device, copy=True) for value in layer) for layer in found]
             if keep:
                 self.kept[height, width] = self.current
+                mark_static(self)
             return
         self.current = self.kept[height, width]
         for buffer, value in zip(sum(self.current, ()), sum(found, ())):

@@ -1,48 +1,29 @@
-"""The steps of serving: a uniform decode step as one compiled graph, and the prefill of prompt chunks.
+"""The uniform decode step as one compiled graph.
 
-A decode step runs from token ids to committed cursors: block tables, positions, slot mappings and window indices, the
-forward, sampling, acceptance of drafts, commit. Everything that changes from step to step is a tensor, so one graph
-serves every step; the Python around it only schedules.
+It runs from token ids to committed cursors: what changed of the requests, block tables, positions, slot mappings and
+window indices, the forward, sampling, acceptance of drafts, commit. Everything that changes from step to step is a
+tensor, so one graph serves every step of a size. The Python around it fills one upload, launches one graph and starts
+one copy back; it waits for the results only when they are asked for.
 """
 
-import itertools
-import types
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Optional
+from dataclasses import dataclass, field
+from typing import Optional
 
 import torch
 from torch import Tensor
 
 from ..memory import ModelMemory
-from ..model_state import DefaultModelState, InputBatch
+from ..model_state import DefaultModelState
 from ..models import HybridModel
 from ..models.cached import Batch, forward_hidden
 from ..replay_context import ReplayContext
+from ..request_state import InputBatch, RequestState
 from ..sampling import count_accepted, sample_tokens
-from .engram import token_history
+from .compiled import compile_alone, mark_static
+from .transfer import Download
 
-if TYPE_CHECKING:
-    from ..parallel import Agreed
-
-_serial = itertools.count()
-
-
-class RequestState:
-    """Persistent per-request buffers, by request index: lengths, sampling parameters and block tables.
-
-    num_computed, top_k: [max_reqs] int32. temperature, top_p: [max_reqs] float32. seeds: [max_reqs] int64.
-    kv_tables: [KV kinds, max_reqs, C] int32. block_sizes: [KV kinds] int32. history: token ids, with engram layers.
-    """
-
-    def __init__(self, memory: ModelMemory, max_model_len: int):
-        size, device = memory.config.max_num_seqs, memory.device
-        self.num_computed, self.top_k = (torch.zeros(size, dtype=torch.int32, device=device) for _ in "ck")
-        self.temperature, self.top_p = torch.zeros(size, device=device), torch.ones(size, device=device)
-        self.seeds = torch.zeros(size, dtype=torch.int64, device=device)
-        columns = -(-max_model_len // memory.config.block_size)
-        self.kv_tables = torch.zeros(len(memory.kv), size, columns, dtype=torch.int32, device=device)
-        self.block_sizes = torch.full((len(memory.kv),), memory.config.block_size, dtype=torch.int32, device=device)
-        self.history = token_history(memory.engram, size, max_model_len, device)
+ROUTES = ("greedy", "sampled")
+SAME_TOKEN = -1  # a row's first token: the one that the device sampled last for the request
 
 
 @dataclass
@@ -54,106 +35,121 @@ class DecodeOutput:
     flushed: list[bool]  # rows that folded their ring
 
 
+@dataclass
+class Flight:
+    """A decode step under way."""
+
+    step: "DecodeStep"
+    rows: list[tuple[int, list[int]]]
+    ticket: int
+    landed: Optional[DecodeOutput] = field(default=None, init=False)
+
+    def result(self) -> DecodeOutput:
+        """Waits for the step, and for no other work of the device."""
+        if self.landed is None:
+            self.landed = self.step.land(self)
+        return self.landed
+
+
 class DecodeStep:
     """One uniform decode step of up to `rows` requests with up to `tokens` tokens each, compiled as one graph.
 
-    `inputs` are its persistent input buffers.
+    `inputs` are its persistent input buffers. `run` holds its routes: "greedy" for rows that are all greedy, and
+    "sampled"; each is a graph of its own.
+
+    compiled: False runs it eagerly. packed: the model's parameters as `pack_parameters` laid them out, None: as they
+    are. guarded: see `compile_alone`.
     """
 
-    def __init__(self, model: HybridModel, state: DefaultModelState, rows: int, tokens: int, compiled: bool = True):
+    def __init__(self, model: HybridModel, state: DefaultModelState, rows: int, tokens: int, compiled: bool = True,
+                 packed=None, guarded: bool = True):
         self.model, self.state = model, state
         self.rows, self.tokens = rows, tokens
-        self.inputs = state.prepare_dummy_inputs(rows, tokens)
-        self.is_prefilling = torch.zeros(rows, dtype=torch.bool, device=self.inputs.idx_mapping.device)
-        routes = {"greedy": self.greedy_step, "sampled": self.sampled_step}
-        self.run = {name: compile_alone(step) if compiled else step for name, step in routes.items()}
+        self.compiled, self.guarded = compiled, guarded
+        self.inputs = state.decode_inputs(rows, tokens)
+        self.download = Download((rows, tokens + 2), torch.int32, self.inputs.upload.buffer.device)
+        bind = (lambda function: function) if packed is None else packed.bind
+        self._routes = {route: bind(getattr(self, f"_{route}")) for route in ROUTES}
+        self.run = {}
+        self.compile()
+
+    def compile(self) -> None:
+        """Makes the routes anew: what compiled before, and its recordings, is let go."""
+        steps = {"greedy": self.greedy_step, "sampled": self.sampled_step}
+        if self.compiled:
+            cuda = self.inputs.upload.buffer.is_cuda
+            memory = self.state.memory
+            mark_static(self.state, self.state.requests, self.inputs.upload, memory, *memory.states.values())
+            if self.state.requests.history is not None:
+                mark_static(self.state.requests.history)
+            steps = {route: compile_alone(step, cuda=cuda, guarded=self.guarded) for route, step in steps.items()}
+        self.run = steps
 
     def greedy_step(self) -> Tensor:
         """The step of rows that are all greedy: an argmax where sampling sorts the vocabulary."""
-        return self.step(lambda logits, positions: logits.argmax(-1))
+        return self._routes["greedy"]()
 
     def sampled_step(self) -> Tensor:
         """The step of any rows, greedy ones among them."""
+        return self._routes["sampled"]()
+
+    def _greedy(self) -> Tensor:
+        return self.step(lambda logits, positions: logits.argmax(-1))
+
+    def _sampled(self) -> Tensor:
         return self.step(lambda logits, positions: sample(self.state.requests, logits, positions,
                                                           self.inputs.idx_mapping))
 
     def step(self, choose) -> Tensor:
-        """Token ids to committed cursors. Returns [rows, tokens + 2] int64: samples, accepted, flushed.
+        """Token ids to committed cursors. Returns [rows, tokens + 2] int32: samples, accepted, flushed.
 
         choose(logits [rows, tokens, V], positions [rows, tokens]) gives the model's token after each position.
         """
         state, inputs = self.state, self.inputs
         batch = state.prepare_inputs(inputs)
         state.prepare_attn(batch, inputs)
-        hidden = forward_hidden(self.model, state.memory, inputs.input_ids, batch, prefill=False)
+        hidden = forward_hidden(self.model, state.memory, batch, prefill=False)
         logits = self.model.logits(hidden).float()
         positions = batch.positions.view(self.rows, self.tokens)
-        samples = choose(logits, positions)
-        accepted = count_accepted(samples, inputs.input_ids, inputs.query_lens)
+        samples = choose(logits, positions).int()
+        accepted = count_accepted(samples, batch.input_ids, batch.query_lens)
         # One tensor, which the commit reads: else Inductor moves the cursors' read behind the commit, and clones them.
-        counts = torch.stack([accepted, flushing(state.memory, batch, inputs.query_lens)], 1)
-        commit(state, inputs, counts[:, 0], self.is_prefilling)
-        return torch.cat([samples, counts.long()], 1)
+        counts = torch.stack([accepted, flushing(state.memory, batch)], 1)
+        is_prefilling = torch.zeros(self.rows, dtype=torch.bool, device=samples.device)
+        commit(state, batch, inputs, counts[:, 0], is_prefilling)
+        self._note_last(samples, counts[:, 0])
+        return torch.cat([samples, counts], 1)
+
+    def _note_last(self, samples: Tensor, accepted: Tensor) -> None:
+        """Each request's newest token stays on the device, for a step that is launched before the host knows it."""
+        requests, idx_mapping = self.state.requests, self.inputs.idx_mapping
+        req = torch.where(idx_mapping >= 0, idx_mapping, requests.size).long()
+        last = samples.gather(1, (accepted - 1).clamp(min=0).long()[:, None])
+        requests.last_token.index_put_((req,), last[:, 0])
 
     @torch.no_grad()
-    def __call__(self, rows: list[tuple[int, list[int]]], route: str = "sampled") -> DecodeOutput:
-        """Runs the step for `rows` of (request index, token ids: the last token, then drafts).
-
-        route: "greedy" if every row is greedy, else "sampled"; each is a graph of its own.
-        """
-        self.inputs.fill(rows)
+    def launch(self, rows: list[tuple[int, list[int]]], route: str = "sampled") -> Flight:
+        """Starts the step for `rows` of (request index, token ids: the last token or SAME_TOKEN, then drafts)."""
+        self.state.fill(self.inputs, rows)
         history = self.state.requests.history
         if history is not None:
             history.prefetch(rows, self.rows, self.tokens, keep=True)
-        out = self.run[route]().tolist()[: len(rows)]
+        if self.download.pinned:
+            torch.compiler.cudagraph_mark_step_begin()
+        return Flight(self, rows, self.download.start(self.run[route]()))
+
+    def land(self, flight: Flight) -> DecodeOutput:
+        """What `Flight.result` gives, once."""
+        out = self.download.wait(flight.ticket)[: len(flight.rows)].tolist()
+        history = self.state.requests.history
         if history is not None:
-            history.advance([index for index, _ in rows], [row[-2] for row in out])
+            history.advance([index for index, _ in flight.rows], [row[-2] for row in out])
         return DecodeOutput([row[: self.tokens] for row in out], [row[-2] for row in out],
                             [bool(row[-1]) for row in out])
 
-
-@torch.no_grad()
-def prefill(model: HybridModel, state: DefaultModelState, rows: list[tuple[int, list[int]]],
-            following: list[list[int]], agreed: Optional["Agreed"] = None) -> tuple[list[int], list[list[float]]]:
-    """Prefills one chunk a row, `rows` of (request index, token ids), and commits it.
-
-    `requests.num_computed` holds each chunk's first position. A state that continues a snapshot is copied from it
-    first. following: for each row, the prompt tokens that follow its first tokens and whose log probability is wanted.
-    agreed: what the step does on all ranks. A rank without rows runs one of padding, which changes no state.
-    Returns the token sampled after each row's last one, and those log probabilities.
-    """
-    memory, device = state.memory, state.memory.device
-    longest = max((len(tokens) for _, tokens in rows), default=1)
-    padded = max(len(rows), 1)
-    inputs = state.prepare_dummy_inputs(padded, longest)
-    inputs.fill(rows, [True] * len(rows))
-    inputs.agreed = agreed
-    history = state.requests.history
-    if history is not None:
-        history.prefetch(rows, padded, longest)
-    batch = state.prepare_inputs(inputs)
-    if history is not None:
-        history.advance([index for index, _ in rows], [len(tokens) for _, tokens in rows])
-    state.prepare_attn(batch, inputs)
-    for states in memory.states.values():
-        if isinstance(states, ReplayContext) and states.mode == "align":
-            states.reset_new_slots(states.src_cols, states.dst_cols, inputs.idx_mapping)
-    hidden = forward_hidden(model, memory, inputs.input_ids, batch, prefill=True)
-    last = inputs.query_lens.long() - 1
-    row = torch.arange(padded, device=device)
-    logits = model.logits(hidden[row, last]).float()
-    positions = batch.positions.view(padded, longest)[row, last]
-    samples = sample(state.requests, logits[:, None], positions[:, None], inputs.idx_mapping)
-    logprobs = {row: prompt_logprobs(model, hidden[row], wanted) for row, wanted in enumerate(following) if wanted}
-    commit(state, inputs, inputs.query_lens, inputs.is_prefilling)
-    listed = [logprobs[row].tolist() if row in logprobs else [] for row in range(len(rows))]
-    return samples[: len(rows), 0].tolist(), listed
-
-
-def prompt_logprobs(model: HybridModel, hidden: Tensor, following: list[int]) -> Tensor:
-    """log p(following[i] | tokens 0 .. i), float32 [n], from the residual stream [T, hidden] of those tokens."""
-    target = torch.tensor(following, dtype=torch.int64, device=hidden.device)
-    return model.logits(hidden[: len(following)]).float().log_softmax(-1).gather(1, target[:, None])[:, 0]
+    def __call__(self, rows: list[tuple[int, list[int]]], route: str = "sampled") -> DecodeOutput:
+        """`launch`, and its result."""
+        return self.launch(rows, route).result()
 
 
 def sample(requests: RequestState, logits: Tensor, positions: Tensor, idx_mapping: Tensor) -> Tensor:
@@ -163,38 +159,26 @@ def sample(requests: RequestState, logits: Tensor, positions: Tensor, idx_mappin
                          requests.seeds[req])
 
 
-def flushing(memory: ModelMemory, batch: Batch, query_lens: Tensor) -> Tensor:
-    """[B] flags of rows whose forward folded their ring; read before the commit moves the cursors."""
+def flushing(memory: ModelMemory, batch: Batch) -> Tensor:
+    """[B] int32 flags of rows whose forward folded their ring; read before the commit moves the cursors."""
     for family, states in memory.states.items():
         if isinstance(states, ReplayContext):
             slots = batch.state_slots[family]
             committed = states.cursors(0)[1][slots.long()]
-            return (slots > 0) & (committed + query_lens > states.window)
-    return torch.zeros_like(query_lens, dtype=torch.bool)
+            return ((slots > 0) & (committed + batch.query_lens > states.window)).int()
+    return torch.zeros_like(batch.query_lens, dtype=torch.int32)
 
 
-def commit(state: DefaultModelState, inputs: InputBatch, accepted: Tensor, is_prefilling: Tensor) -> None:
+def commit(state: DefaultModelState, batch: Batch, inputs: InputBatch, accepted: Tensor, is_prefilling: Tensor) -> None:
     """Moves cursors (or, without replay, current slots) by the accepted tokens of each row; publishes snapshots."""
-    requests, idx_mapping = state.requests, inputs.idx_mapping
-    size = requests.num_computed.shape[0]
-    # empty rows write an extra element that is cut off again
-    req = torch.where(idx_mapping >= 0, idx_mapping, size).long()
-    by_req = torch.zeros(size + 1, dtype=torch.int32, device=req.device).scatter(0, req, accepted.int())[:size]
+    idx_mapping, rows = inputs.idx_mapping, len(accepted)
+    # lengths and acceptance are known by row: the row stands for its request, unless it is empty
+    by_row = torch.arange(rows, dtype=torch.int32, device=idx_mapping.device)
+    by_row = torch.where(idx_mapping >= 0, by_row, -1)
     for states in state.memory.states.values():
         if isinstance(states, ReplayContext):
-            states.postprocess(requests.num_computed, by_req, is_prefilling, inputs.num_reqs,
-                               query_lens=inputs.query_lens, live_cols=states.live_cols, idx_mapping=idx_mapping)
+            states.postprocess(batch.first, accepted, is_prefilling, inputs.num_reqs, query_lens=batch.query_lens,
+                               live_cols=states.live_cols[:rows], idx_mapping=by_row)
         else:
             # a prefill leaves its state in the current slot
             states.accept(idx_mapping, torch.where(is_prefilling, 0, accepted))
-
-
-def compile_alone(method, backend: str = "inductor"):
-    """`torch.compile(fullgraph=True)` of a bound method with a code object of its own.
-
-    Dynamo keeps compiled variants, eight at most, per code object; two steps of other sizes must not share them.
-    """
-    function = method.__func__
-    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_serial)}")
-    own = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
-    return torch.compile(types.MethodType(own, method.__self__), fullgraph=True, dynamic=False, backend=backend)

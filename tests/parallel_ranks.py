@@ -239,7 +239,7 @@ def eager_command(fail_on_rank: Optional[int] = None, argv: Optional[list[str]] 
     import torch_replay.graphs.step as step
     from torch_replay.cli import main
 
-    step.compile_alone = lambda method: method
+    step.compile_alone = lambda method, **options: method
     if fail_on_rank is not None and int(os.environ["RANK"]) == fail_on_rank:
         torch_replay.engine.prefill = _raise
     return main(argv)

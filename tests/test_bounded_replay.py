@@ -12,11 +12,9 @@ from test_engine import Injected, RandomDrafter
 from tiny import engine, greedy, tiny_model
 
 from torch_replay import SamplingParams, ops
-from torch_replay.graphs.step import RequestState
 from torch_replay.memory import MemoryConfig, ModelMemory
 from torch_replay.model_state import (
     FullAttentionBuilder,
-    InputBatch,
     ReplayAttnMetadata,
     ReplayModelState,
     SlidingWindowBuilder,
@@ -24,6 +22,7 @@ from torch_replay.model_state import (
 from torch_replay.ops.attention import naive as attention
 from torch_replay.ops.registry import override_kernel
 from torch_replay.request import Request
+from torch_replay.request_state import InputBatch, RequestState
 from torch_replay.scheduler import KVGroup
 
 

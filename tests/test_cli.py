@@ -19,7 +19,7 @@ def eager_steps(monkeypatch):
     """These tests are about the command; compiled steps are tested in compile_tests."""
     import torch_replay.graphs.step as step
 
-    monkeypatch.setattr(step, "compile_alone", lambda method: method)
+    monkeypatch.setattr(step, "compile_alone", lambda method, **options: method)
 
 
 def run_json(capsys, *arguments) -> dict:

@@ -158,7 +158,7 @@ def test_command(tmp_path, capsys, monkeypatch):
     done = torchrun(tmp_path, 2, *options)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    monkeypatch.setattr("torch_replay.graphs.step.compile_alone", lambda method: method)
+    monkeypatch.setattr("torch_replay.graphs.step.compile_alone", lambda method, **options: method)
     assert main(["generate", *options]) == 0
     alone = json.loads(capsys.readouterr().out)
     assert result["requests"] == alone["requests"]

@@ -30,7 +30,7 @@ def model():
 def dynamo_alone(monkeypatch):
     """Whether something compiles is Dynamo's decision; what its backend then does is not tested here."""
     compile_alone = step.compile_alone
-    monkeypatch.setattr(step, "compile_alone", lambda method: compile_alone(method, backend="eager"))
+    monkeypatch.setattr(step, "compile_alone", lambda method, **options: compile_alone(method, backend="eager"))
 
 
 def compiled() -> tuple[int, int]:

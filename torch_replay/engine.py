@@ -11,12 +11,16 @@ import torch
 
 from .detokenizer import Detokenizer
 from .drafter import Drafter, NoDraft, PromptLookup
+from .graphs.engram import HostPrefetch
 from .graphs.measure import measure_back_ends
-from .graphs.step import DecodeStep, RequestState, prefill
+from .graphs.prefill import prefill
+from .graphs.step import SAME_TOKEN, DecodeStep, Flight
 from .memory import STATE_KINDS, MemoryConfig, ModelMemory
 from .model_state import DefaultModelState, ReplayModelState
 from .models import HybridModel
+from .progress import shown
 from .request import Request, SamplingParams
+from .request_state import RequestState
 from .scheduler import KVGroup, Plan, Scheduler
 from .startup_cache import cache_file, reused
 from .stats import CompileCounts, Stats
@@ -48,6 +52,11 @@ class EngineConfig:
     start, see `startup_cache`; the environment variable TORCH_REPLAY_STARTUP_CACHE=0 turns that off too.
 
     exact_decoder_replay: a model with `decoder_replay_layers` prefills as many tokens there as make no difference.
+
+    decode_sizes: rows of the compiled decode steps, of which each step uses the smallest that holds its requests. None:
+    on a GPU 1, 2, 4, ... up to max_num_seqs, elsewhere max_num_seqs alone. With num_spec each comes with and without
+    drafts on a GPU. run_ahead: launch a decode step before the results of the last one are there, where nothing but the
+    end of a request could depend on them: without drafts, prompts and ranks. None: on a GPU.
     """
 
     max_num_seqs: int = 8
@@ -70,6 +79,8 @@ class EngineConfig:
     state_dtype: torch.dtype = torch.float32
     ring_dtype: Optional[torch.dtype] = None
     startup_cache: bool = True
+    decode_sizes: Optional[tuple[int, ...]] = None
+    run_ahead: Optional[bool] = None
 
     def __post_init__(self):
         for name in ("max_num_seqs", "block_size", "window", "prefill_budget", "chunk_size", "prefill_rows"):
@@ -81,6 +92,11 @@ class EngineConfig:
                 self._require(name, least)
         if self.num_spec + 1 > self.window:
             raise ValueError(f"num_spec is {self.num_spec}, expected less than window = {self.window}")
+        if self.decode_sizes is not None:
+            sizes = sorted(set(self.decode_sizes))
+            if not sizes or sizes[0] < 1 or sizes[-1] != self.max_num_seqs:
+                raise ValueError(f"decode_sizes is {self.decode_sizes!r}, expected sizes from 1 to max_num_seqs = "
+                                 f"{self.max_num_seqs}, the largest included")
 
     def _require(self, name: str, least: int) -> None:
         value = getattr(self, name)
@@ -98,6 +114,15 @@ class RequestOutput:
     new_text: str
     finish_reason: Optional[str]
     prompt_logprobs: Optional[list[Optional[float]]] = None  # if asked for: by prompt token, None for the first
+
+
+@dataclass
+class _Launched:
+    """A decode step under way, with the plan that it carries out. begin: when it was launched."""
+
+    plan: Plan
+    flight: Flight
+    begin: float
 
 
 class Engine:
@@ -146,12 +171,30 @@ class Engine:
             self.state = ReplayModelState(self.memory, requests, groups, tail_windows, config.exact_decoder_replay)
         else:
             self.state = DefaultModelState(self.memory, requests)
-        self.decode = DecodeStep(model, self.state, config.max_num_seqs, tokens, config.compiled)
+        cuda = self.memory.device.type == "cuda"
+        packed = None
+        if config.compiled and cuda:
+            from .graphs.packing import pack_parameters
+            packed = pack_parameters(model)
+        self.steps = [DecodeStep(model, self.state, rows, width, config.compiled, packed, guarded=not cuda)
+                      for rows, width in self._step_sizes(tokens, cuda)]
+        self.decode = self.steps[-1]
+        self.runs_ahead = (cuda if config.run_ahead is None else config.run_ahead) and not (
+            config.num_spec or agreement is not None or isinstance(requests.history, HostPrefetch))
+        self._launched: Optional[_Launched] = None  # ahead of its turn
+        self._landed = 0.0  # when the last decode step's results came
         self.stats = Stats(self.memory, self.scheduler.prefix)
         self.compile_counts = CompileCounts()
         self._live: dict[str, tuple[Request, Detokenizer, Optional[Callable]]] = {}
         self._placed: dict[int, Request] = {}  # by index, as the model state knows them
         self._ids = itertools.count()
+
+    def _step_sizes(self, tokens: int, cuda: bool) -> list[tuple[int, int]]:
+        """Rows and tokens of the decode steps, from the smallest to the largest."""
+        most = self.config.max_num_seqs
+        rows = self.config.decode_sizes or ([1 << i for i in range(most.bit_length()) if 1 << i < most] if cuda else [])
+        widths = {1, tokens} if cuda else {tokens}
+        return [(size, width) for width in sorted(widths) for size in sorted({*rows, most})]
 
     @staticmethod
     def _num_snapshots(model: HybridModel, config: EngineConfig) -> Optional[int]:
@@ -177,15 +220,21 @@ class Engine:
         is not compiled here compiles when it is first needed. quiet: no progress bar.
         """
         begin = time.perf_counter()
+        if self._launched is not None:
+            self._launched.flight.result()  # before its place is taken
         measure_back_ends(self.decode)
-        warm_up_kernels(self.state, self.config.max_num_seqs, quiet)
+        warm_up_kernels(self.state, [step.rows for step in self.steps], quiet)
         if not self.scheduler.running:
             tokens = min(self.config.chunk_size, self.config.prefill_budget, self.config.max_model_len - 1)
             warm_up_prefill(self.model, self.state, tokens)
+        # on a GPU the first call runs in the graphs' memory pool, the second records, the third replays
+        repeats = 3 if self.config.compiled and self.memory.device.type == "cuda" else 1
+        steps = [(step, route) for step in self.steps for route in ["greedy"] * greedy + ["sampled"] * sampling]
         with self._startup_cache():
-            for route in ["greedy"] * greedy + ["sampled"] * sampling:
-                with self.compile_counts.watch(route):
-                    self.decode([], route)
+            for step, route in shown(steps, "compiling decode steps", quiet or len(steps) <= 2):
+                for _ in range(repeats):
+                    with self.compile_counts.watch((step.rows, step.tokens, route)):
+                        step([], route)
         return time.perf_counter() - begin
 
     def _startup_cache(self):
@@ -249,17 +298,58 @@ class Engine:
             raise
 
     def _step(self, outputs, failures) -> None:
+        launched, self._launched = self._launched, None
+        if launched is None:
+            plan = self.scheduler.schedule()
+            try:
+                self._place(plan)
+                agreed = self._agree(plan) if self.agreement is not None else None
+                if plan.prefills:
+                    self._prefill(plan, agreed, outputs, failures)
+                elif agreed is not None and agreed.prefills and self.state.joins_prefills:
+                    prefill(self.model, self.state, [], [], agreed)
+                self._drop_finished(plan)
+                launched = self._launch(plan) if plan.decodes else None
+            except BaseException:
+                self.scheduler.recover(plan)
+                raise
+        if launched is None:
+            return
+        error = None
+        if self._may_run_ahead(launched.plan):
+            try:
+                self._run_ahead(launched.plan)
+            except Exception as caught:  # that step is given up; what is under way still counts
+                error = caught
+        try:
+            self._land(launched, outputs, failures)
+        except BaseException:
+            self._launched = None
+            self.scheduler.recover(launched.plan)
+            raise
+        if self._launched is not None and all(request.finished for request in self._launched.plan.decodes):
+            self._launched = None  # nobody waits for it
+        if error is not None:
+            raise error
+
+    def _may_run_ahead(self, plan: Plan) -> bool:
+        """Whether the step after `plan` is a decode step whatever `plan` gives, but for requests that end early."""
+        return self.runs_ahead and not self.scheduler.waiting and all(
+            request.is_decoding and request.num_tokens + 1 < self._longest(request)
+            for request in self.scheduler.running)
+
+    def _longest(self, request: Request) -> int:
+        """Tokens at which the request ends."""
+        return min(len(request.prompt_ids) + request.params.max_tokens, self.config.max_model_len)
+
+    def _run_ahead(self, before: Plan) -> None:
+        """Schedules and launches the next step while `before` is under way."""
+        for request in before.decodes:
+            self.scheduler.expect(request)
         plan = self.scheduler.schedule()
         try:
             self._place(plan)
-            agreed = self._agree(plan) if self.agreement is not None else None
-            if plan.prefills:
-                self._prefill(plan, agreed, outputs, failures)
-            elif agreed is not None and agreed.prefills and self.state.joins_prefills:
-                prefill(self.model, self.state, [], [], agreed)
-            self._drop_finished(plan)
-            if plan.decodes:
-                self._decode(plan, outputs, failures)
+            self._launched = self._launch(plan)
         except BaseException:
             self.scheduler.recover(plan)
             raise
@@ -307,11 +397,13 @@ class Engine:
 
     def _prefill(self, plan: Plan, agreed: Optional["Agreed"], outputs, failures) -> None:
         begin = time.perf_counter()
-        chunks = [(chunk.request.index, chunk.request.tokens[chunk.start : chunk.start + chunk.length])
-                  for chunk in plan.prefills]
+        tokens = [chunk.request.tokens for chunk in plan.prefills]
+        chunks = [(chunk.request.index, ids[chunk.start : chunk.start + chunk.length])
+                  for chunk, ids in zip(plan.prefills, tokens)]
         following = [chunk.request.prompt_ids[chunk.start + 1 : chunk.start + 1 + chunk.length]
                      if chunk.request.params.prompt_logprobs else [] for chunk in plan.prefills]
-        samples, logprobs = prefill(self.model, self.state, chunks, following, agreed)
+        before = [ids[: chunk.start] for chunk, ids in zip(plan.prefills, tokens)]
+        samples, logprobs = prefill(self.model, self.state, chunks, following, agreed, before)
         names = [chunk.request.id for chunk in plan.prefills]
         self.stats.record_prefill(names, sum(len(ids) for _, ids in chunks), time.perf_counter() - begin)
         for chunk, token, values in zip(plan.prefills, samples, logprobs, strict=True):
@@ -319,25 +411,36 @@ class Engine:
             self.scheduler.advance(chunk.request, chunk.length)
             self._commit(chunk.request, [token] if chunk.last else [], outputs, failures)
 
-    def _decode(self, plan: Plan, outputs, failures) -> None:
+    def _launch(self, plan: Plan) -> _Launched:
+        """Starts the decode rows of a plan, in the smallest step that holds them."""
         begin = time.perf_counter()
         plan.drafts = [self._known(draft) for draft in plan.drafts]
-        rows = [(request.index, [request.tokens[-1], *drafts])
+        rows = [(request.index, [SAME_TOKEN if request.pending else request.output_ids[-1], *drafts])
                 for request, drafts in zip(plan.decodes, plan.drafts, strict=True)]
         route = "sampled" if any(request.params.temperature for request in plan.decodes) else "greedy"
-        with self.compile_counts.watch(route):
-            result = self.decode(rows, route)
-        drafts = [len(draft) for draft in plan.drafts]
-        names = [request.id for request in plan.decodes]
-        self.stats.record_decode(names, drafts, result.accepted, time.perf_counter() - begin)
-        for row, request in enumerate(plan.decodes):
-            accepted = result.accepted[row]
-            self.scheduler.advance(request, accepted, plan.drafts[row][: accepted - 1])
+        longest = max(len(tokens) for _, tokens in rows)
+        step = next(step for step in self.steps if step.rows >= len(rows) and step.tokens >= longest)
+        with self.compile_counts.watch((step.rows, step.tokens, route)):
+            return _Launched(plan, step.launch(rows, route), begin)
+
+    def _land(self, launched: _Launched, outputs, failures) -> None:
+        """Waits for a decode step and hands its tokens out. Requests may have ended since it was launched, or have been
+        put back to wait: those lose their place, not their token."""
+        plan, result = launched.plan, launched.flight.result()
+        now = time.perf_counter()
+        seconds, self._landed = now - max(launched.begin, self._landed), now
+        live = [row for row, request in enumerate(plan.decodes) if not request.finished]
+        self.stats.record_decode([plan.decodes[row].id for row in live], [len(plan.drafts[row]) for row in live],
+                                 [result.accepted[row] for row in live], seconds)
+        for row in live:
+            request, accepted = plan.decodes[row], result.accepted[row]
+            if request.index >= 0:
+                self.scheduler.advance(request, accepted, plan.drafts[row][: accepted - 1])
             request.decode_steps += 1
             request.drafted += len(plan.drafts[row])
             request.accepted += accepted - 1
             self.stats.decode_tokens += self._commit(request, result.samples[row][:accepted], outputs, failures)
-        self.stats.flushes += sum(result.flushed)
+            self.stats.flushes += result.flushed[row]
 
     @staticmethod
     def _drop_finished(plan: Plan) -> None:

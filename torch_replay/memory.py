@@ -36,7 +36,8 @@ class ModelMemory:
 
     Attributes:
         states: family -> ReplayContext, or PlainStates without replay. One context per family, one group in each.
-        kv: KV kind -> list of caches [blocks, block_size, 2, KVH, D], each a storage of its own.
+        kv: KV group -> caches of its layers in one tensor [layers, blocks, block_size, 2, KVH, D], so that a compiled
+            step has one input for all of them. kv_kinds: KV group -> kind of its layers; here one group for each kind.
         attention_window: SW. engram: the model's `EngramStore`, or None.
         place: for each sublayer, its index among the layers of its kind.
     """
@@ -58,12 +59,15 @@ class ModelMemory:
             rates = [layer.mixer.decay_rates() for layer in model.layers if layer.kind == "mamba2"]
             self.states["mamba2"].bind_decay(torch.stack(rates).detach())
         for kind in KV_KINDS:
-            shape = (config.num_blocks.get(kind, 0), config.block_size, 2, model.config.num_kv_heads,
-                     model.config.head_dim)
+            shape = (pattern.count(kind), config.num_blocks.get(kind, 0), config.block_size, 2,
+                     model.config.num_kv_heads, model.config.head_dim)
             if kind in pattern:
-                self.kv[kind] = [torch.zeros(shape, dtype=config.dtype, device=device)
-                                 for _ in range(pattern.count(kind))]
+                self.kv[kind] = torch.zeros(shape, dtype=config.dtype, device=device)
+        self.kv_kinds = {kind: kind for kind in self.kv}
 
+    def live_slot(self, index):
+        """Slot of the live state of request `index` (a number or an array), for good."""
+        return index + 1
 
     def snapshot_slot(self, snapshot: int) -> int:
         """Slot of a snapshot, numbered from 1, in the pools of every family."""

@@ -6,9 +6,10 @@ last two read is on the device, so that they trace into the compiled step.
 """
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Optional
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,59 +18,21 @@ from .memory import ModelMemory
 from .models.cached import AttnMetadata, Batch, TailBatch
 from .replay_context import ReplayContext
 from .request import Request
+from .request_state import Changes, InputBatch, RequestState
 
 if TYPE_CHECKING:
-    from .graphs.step import RequestState
-    from .parallel import Agreed
     from .scheduler import KVGroup
 
 
-@dataclass
-class InputBatch:
-    """What a step is given: B rows of T tokens each, row r's first `query_lens[r]` real."""
-
-    input_ids: Tensor  # [B, T] int64
-    query_lens: Tensor  # [B] int32, 0 for empty rows
-    idx_mapping: Tensor  # [B] int32, request of each row, -1 for empty rows
-    num_reqs: Tensor  # [1] int32, leading rows in use
-    is_prefilling: Optional[Tensor] = None  # [B] bool; None: no row is
-    rows: list[tuple[int, int, bool]] = field(default_factory=list)  # host: request, tokens, prefilling; those in use
-    agreed: Optional["Agreed"] = None  # what the step does on all ranks; None: no ranks that agree
-
-    @classmethod
-    def empty(cls, rows: int, tokens: int, device) -> "InputBatch":
-        """A batch whose rows are all empty."""
-        return cls(torch.zeros(rows, tokens, dtype=torch.int64, device=device),
-                   torch.zeros(rows, dtype=torch.int32, device=device),
-                   torch.full((rows,), -1, dtype=torch.int32, device=device),
-                   torch.zeros(1, dtype=torch.int32, device=device))
-
-    def fill(self, rows: list[tuple[int, list[int]]], prefilling: Optional[list[bool]] = None) -> None:
-        """Overwrites the batch with `rows` of (request index, token ids); what they leave is empty.
-
-        prefilling: which of them prefill, None: none."""
-        count = len(rows)
-        flags = [False] * count if prefilling is None else prefilling
-        self.rows = [(index, len(tokens), flag) for (index, tokens), flag in zip(rows, flags, strict=True)]
-        self.is_prefilling = None
-        if prefilling is not None:
-            padded = flags + [False] * (len(self.query_lens) - count)
-            self.is_prefilling = torch.tensor(padded, device=self.query_lens.device)
-        self.query_lens.zero_()
-        self.idx_mapping.fill_(-1)
-        self.num_reqs.fill_(count)
-        ids = torch.zeros(self.input_ids.shape, dtype=torch.int64)
-        for row, (_, tokens) in enumerate(rows):
-            ids[row, : len(tokens)] = torch.tensor(tokens)
-        self.input_ids.copy_(ids)
-        self.query_lens[:count] = torch.tensor([len(tokens) for _, tokens in rows], dtype=torch.int32)
-        self.idx_mapping[:count] = torch.tensor([index for index, _ in rows], dtype=torch.int32)
-
-
 class FullAttentionBuilder:
-    """Full attention reads the block table as it is."""
+    """Full attention reads the block table as it is.
 
-    def __init__(self, memory: ModelMemory):
+    A builder is recordable if all that it does is device work on tensors, so that a CUDA graph may hold it.
+    """
+
+    recordable = True
+
+    def __init__(self, memory: ModelMemory, name: str = "full"):
         pass
 
     def build(self, batch: Batch, block_table: Tensor, slot_mapping: Tensor) -> AttnMetadata:
@@ -77,17 +40,19 @@ class FullAttentionBuilder:
 
 
 class SlidingWindowBuilder:
-    """The slots that each token's window covers, worked out once for all layers."""
+    """The slots that each token's window covers, worked out once for all layers of a group."""
 
-    def __init__(self, memory: ModelMemory):
-        self.window, self.block_size = memory.attention_window, memory.config.block_size
+    recordable = True
+
+    def __init__(self, memory: ModelMemory, name: str = "swa"):
+        self.window, self.block_size, self.name = memory.attention_window, memory.config.block_size, name
 
     def build(self, batch: Batch, block_table: Tensor, slot_mapping: Tensor,
               replay_start: Optional[Tensor] = None) -> AttnMetadata:
         """replay_start: [B] int32, first position that each row may look at, 0: all."""
         tokens, device = batch.positions.shape[0], batch.positions.device
-        indices = torch.empty(tokens, self.window, dtype=torch.int32, device=device)
-        lens = torch.empty(tokens, dtype=torch.int32, device=device)
+        indices = batch.allocate(f"{self.name}.indices", (tokens, self.window), torch.int32, device)
+        lens = batch.allocate(f"{self.name}.lens", (tokens,), torch.int32, device)
         ops.swa_indices(indices, lens, batch.seq_lens, batch.query_start_loc, block_table, slot_mapping, replay_start,
                         batch.query_lens, window=self.window, block_size=self.block_size)
         return AttnMetadata(block_table, slot_mapping, indices, lens)
@@ -114,14 +79,14 @@ class DefaultModelState:
 
     joins_prefills = False
 
-    def __init__(self, memory: ModelMemory, requests: "RequestState"):
+    def __init__(self, memory: ModelMemory, requests: RequestState):
         self.requests = requests
         self.initialize_kv_cache(memory)
 
     def initialize_kv_cache(self, memory: ModelMemory) -> None:
         """Takes the pools to read and write; builders are made anew."""
         self.memory = memory
-        self.builders = {kind: BUILDERS[kind](memory) for kind in memory.kv}
+        self.builders = {name: BUILDERS[memory.kv_kinds[name]](memory, name) for name in memory.kv}
 
     def add_request(self, request: Request) -> None:
         """A request got `request.index`: overwrites whatever the last one left there."""
@@ -133,60 +98,144 @@ class DefaultModelState:
         """The request at `index` has ended or was put back."""
 
     def update_requests(self, requests: list[Request], admitted: list[Request]) -> None:
-        """Uploads what a step reads of its requests: lengths, block tables, the tokens before a prompt chunk, and which
-        slots their states go through.
+        """Notes what a step will read of its requests: lengths, block tables, and which slots their states go through.
 
-        admitted: those of them whose state starts with this step, from a snapshot or from nothing.
+        admitted: those of them whose state starts with this step, from a snapshot or from nothing. Host work alone: the
+        step's own input batch brings it to the device.
         """
-        if not requests:
-            return
-        state, device = self.requests, self.memory.device
-        index = torch.tensor([request.index for request in requests], device=device)
-        computed = torch.tensor([request.num_computed for request in requests], dtype=torch.int32)
-        state.num_computed[index] = computed.to(device)
-        tables = torch.zeros(len(self.memory.kv), len(requests), state.kv_tables.shape[2], dtype=torch.int32)
-        for group, kind in enumerate(self.memory.kv):
-            for row, request in enumerate(requests):
-                table = request.tables[kind]
-                tables[group, row, : len(table)] = torch.tensor(table, dtype=torch.int32)
-        state.kv_tables[:, index] = tables.to(device)
-        for request in requests if state.history is not None else ():
-            if not request.is_decoding:
-                state.history.upload(request.index, request.tokens, request.num_computed)
-        for states in self.memory.states.values():
-            if isinstance(states, ReplayContext) and states.mode == "align":
-                self._update_slots(states, index, requests, admitted)
+        host, kinds = self.requests.host, list(self.memory.kv)
+        for request in admitted:
+            host.admit(request.index)
+            host.fresh[request.index] = request.source
+        for request in requests:
+            host.update(request, kinds)
+            if self.memory.config.num_snapshots:
+                host.snapshots[request.index] = self._snapshot_slots(request)
 
-    def _update_slots(self, states: ReplayContext, index: Tensor, requests, admitted) -> None:
-        """Snapshot columns of the requests' tables: what this step reads or publishes, all others null."""
-        columns = torch.zeros(len(requests), states.live_col, dtype=torch.int32)
-        moves = torch.full((2, len(requests)), -1, dtype=torch.int32)
-        for row, request in enumerate(requests):
-            snapshots = dict(request.snapshots)
-            if request in admitted:
-                moves[1, row] = states.live_col
-                if request.source:
-                    snapshots[request.num_computed] = request.source
-                    moves[0, row] = request.num_computed // states.block_size - 1
-            for edge, snapshot in snapshots.items():
-                columns[row, edge // states.block_size - 1] = self.memory.snapshot_slot(snapshot)
-        states.request_tables[:, index, :-1] = columns.to(index.device)
-        states.src_cols[index], states.dst_cols[index] = moves.to(index.device)
+    def _snapshot_slots(self, request: Request) -> dict[int, int]:
+        slots = {edge: self.memory.snapshot_slot(snapshot) for edge, snapshot in request.snapshots.items()}
+        if request.source:
+            slots[request.num_computed] = self.memory.snapshot_slot(request.source)
+        return slots
+
+    def decode_inputs(self, rows: int, tokens: int) -> InputBatch:
+        """Persistent inputs of decode steps of that shape. A step's tokens may need a few blocks more than the last
+        step's, and may cross an edge or several where a state is published."""
+        config = self.memory.config
+        edges = -(-tokens // config.state_block_size) if self._publishing else 0
+        return InputBatch.empty(rows, tokens, self.memory.device,
+                                Changes(len(self.memory.kv), tokens // config.block_size + 2, edges))
+
+    def prefill_inputs(self, rows: int, tokens: int) -> InputBatch:
+        """Inputs of prompt chunks: they bring all that the device is to know of their requests."""
+        history = self.requests.history
+        changes = Changes(len(self.memory.kv), self.requests.kv_tables.shape[2],
+                          max((states.live_col for states in self._publishing), default=0), True,
+                          history.lookback_depth if history is not None else 0)
+        return InputBatch.empty(rows, tokens, self.memory.device, changes)
+
+    @property
+    def _publishing(self) -> list[ReplayContext]:
+        return [states for states in self.memory.states.values()
+                if isinstance(states, ReplayContext) and states.mode == "align"]
+
+    def fill(self, inputs: InputBatch, rows: list[tuple[int, list[int]]], prefilling: Optional[list[bool]] = None,
+             before: Optional[list[list[int]]] = None) -> None:
+        """Fills a batch with `rows` of (request index, token ids) and what has changed of their requests, and sends it.
+
+        before: for prompt chunks of a model with n-grams, all tokens of each row's request before its first.
+        """
+        inputs.fill(rows, prefilling, lambda arrays, index: self._fill_changes(inputs.changes, arrays, index, before))
+
+    def _fill_changes(self, changes: Changes, arrays: dict[str, np.ndarray], index: np.ndarray, before) -> None:
+        host, count = self.requests.host, len(index)
+        arrays["num_computed"][:count] = host.num_computed[index]
+        if changes.groups:
+            last = host.tables.shape[2] - 1
+            first = np.zeros((changes.groups, count), np.int32) if changes.whole else host.sent[:, index]
+            cols = np.minimum(first[..., None] + np.arange(changes.blocks), last)
+            arrays["first_cols"][:, :count] = first
+            arrays["blocks"][:, :count] = host.tables[np.arange(changes.groups)[:, None, None], index[:, None], cols]
+            filled = np.array(host.filled, np.int32)[:, index]
+            for request in index[(filled - first > changes.blocks).any(0)]:  # the prompt was computed elsewhere
+                self.requests.kv_tables[:, request].copy_(torch.from_numpy(host.tables[:, request]))
+            host.sent[:, index] = filled
+        if changes.edges:
+            self._fill_snapshots(changes, arrays, index)
+        if changes.whole:
+            arrays["moves"].fill(-1)
+            for row, request in enumerate(index.tolist()):
+                if request in host.fresh:
+                    self._fill_move(arrays["moves"], row, request)
+        if changes.lookback:
+            arrays["lookback"].fill(-1)
+            for row, tokens in enumerate(before):
+                newest = tokens[: -changes.lookback - 1 : -1]
+                arrays["lookback"][row, : len(newest)] = newest
+
+    def _fill_snapshots(self, changes: Changes, arrays: dict[str, np.ndarray], index: np.ndarray) -> None:
+        """Snapshot columns that the step may read or publish, null where there is no snapshot. Beyond a table's end,
+        and in rows of padding, the live column of some request is written as it is."""
+        host, states = self.requests.host, self._publishing[0]
+        cols, slots = arrays["snapshot_cols"], arrays["snapshot_slots"]
+        cols[len(index) :], slots[len(index) :] = states.live_col, self.memory.live_slot(0)
+        first = 0 if changes.whole else host.num_computed[index, None] // states.block_size
+        wanted = np.broadcast_to(first + np.arange(changes.edges), (len(index), changes.edges))
+        beyond = wanted >= states.live_col
+        cols[: len(index)] = np.where(beyond, states.live_col, wanted)
+        slots[: len(index)] = np.where(beyond, self.memory.live_slot(index[:, None]), 0)
+        for row, request in enumerate(index.tolist()):
+            for edge, slot in host.snapshots[request].items():
+                slots[row][cols[row] == edge // states.block_size - 1] = slot
+
+    def _fill_move(self, moves: np.ndarray, row: int, request: int) -> None:
+        """A state that starts with this step: copied from a snapshot into the live column, or zeroed there."""
+        source = self.requests.host.fresh[request]
+        for states in self._publishing:
+            moves[1, row] = states.live_col
+            if source:
+                moves[0, row] = self.requests.host.num_computed[request] // states.block_size - 1
 
     def kept_counts(self, rows: list[tuple[int, int, bool]]) -> list[int]:
         """How many last tokens of each of `InputBatch.rows` the model's tail runs on: all."""
         return [count for _, count, _ in rows]
 
+    def apply_changes(self, inputs: InputBatch) -> None:
+        """Writes what the batch brings along to the per-request buffers. Traceable."""
+        upload, changes, requests = inputs.upload, inputs.changes, self.requests
+        idx_mapping, device = inputs.idx_mapping, inputs.idx_mapping.device
+        req = torch.where(idx_mapping >= 0, idx_mapping, requests.size).long()
+        requests.num_computed.index_put_((req,), upload.view("num_computed"))
+        if changes.groups:
+            groups = torch.arange(changes.groups, device=device)[:, None, None]
+            cols = upload.view("first_cols")[..., None] + torch.arange(changes.blocks, device=device)
+            cols = cols.clamp(max=requests.kv_tables.shape[2] - 1)
+            requests.kv_tables.index_put_((groups, req[:, None], cols), upload.view("blocks"))
+        for states in self._publishing if changes.edges else ():
+            groups = torch.arange(len(states.groups), device=device)[:, None, None]
+            rows = torch.where(idx_mapping >= 0, idx_mapping, 0).long()[:, None]
+            slots = upload.view("snapshot_slots").expand(len(states.groups), -1, -1)
+            states.request_tables.index_put_((groups, rows, upload.view("snapshot_cols").long()), slots)
+        if changes.lookback:
+            requests.history.write_lookback(req, upload.view("num_computed"), upload.view("lookback"))
+
     def prepare_inputs(self, inputs: InputBatch) -> Batch:
-        """Positions, lengths, state slots and n-gram entries of a step in the uniform layout. Writes the contexts'
-        `block_tables` and the token history."""
-        memory, idx_mapping = self.memory, inputs.idx_mapping
-        (rows, tokens), device = inputs.input_ids.shape, idx_mapping.device
+        """Positions, lengths, state slots and n-gram entries of a step in the uniform layout.
+
+        Writes the per-request buffers that the batch brings changes for, the contexts' `block_tables`, and the token
+        history.
+        """
+        memory, idx_mapping, query_lens = self.memory, inputs.idx_mapping, inputs.query_lens
+        if inputs.changes is not None:
+            self.apply_changes(inputs)
+        input_ids = inputs.input_ids
+        (rows, tokens), device = input_ids.shape, idx_mapping.device
+        known = self.requests.last_token[idx_mapping.clamp(min=0).long()]
+        input_ids = torch.where(input_ids < 0, known[:, None], input_ids)
         query_start_loc = torch.arange(rows + 1, dtype=torch.int32, device=device) * tokens
-        positions = torch.empty(rows * tokens, dtype=torch.int64, device=device)
-        seq_lens = torch.empty(rows, dtype=torch.int32, device=device)
-        ops.prepare_positions(positions, seq_lens, idx_mapping, query_start_loc, self.requests.num_computed,
-                              inputs.query_lens)
+        positions = inputs.allocate("positions", (rows * tokens,), torch.int64, device)
+        seq_lens = inputs.allocate("seq_lens", (rows,), torch.int32, device)
+        ops.prepare_positions(positions, seq_lens, idx_mapping, query_start_loc, self.requests.num_computed, query_lens)
         state_slots, conv_slots, token_slots = {}, {}, {}
         for family, states in memory.states.items():
             if isinstance(states, ReplayContext):
@@ -197,10 +246,10 @@ class DefaultModelState:
             else:
                 state_slots[family], token_slots[family] = states.step_slots(idx_mapping)
                 conv_slots[family] = torch.where(idx_mapping >= 0, idx_mapping + 1, 0)
-        batch = Batch(positions, positions.view(rows, tokens)[:, 0], seq_lens, query_start_loc, inputs.query_lens,
-                      conv_slots, state_slots, token_slots)
+        batch = Batch(input_ids, positions, positions.view(rows, tokens)[:, 0], seq_lens, query_start_loc, query_lens,
+                      conv_slots, state_slots, token_slots, allocate=inputs.allocate)
         if self.requests.history is not None:
-            batch.engram = self.requests.history.contexts(inputs.input_ids, batch, idx_mapping, inputs.num_reqs)
+            batch.engram = self.requests.history.contexts(input_ids, batch, idx_mapping, inputs.num_reqs)
         return batch
 
     def prepare_dummy_inputs(self, rows: int, tokens: int) -> InputBatch:
@@ -216,9 +265,9 @@ class DefaultModelState:
         """Block tables [kinds, B, C] and slot mappings [kinds, tokens] of a step."""
         kinds, rows, device = len(self.memory.kv), inputs.idx_mapping.shape[0], batch.positions.device
         state = self.requests
-        tables = torch.empty(kinds, rows, state.kv_tables.shape[2], dtype=torch.int32, device=device)
+        tables = inputs.allocate("tables", (kinds, rows, state.kv_tables.shape[2]), torch.int32, device)
         ops.gather_block_tables(tables, state.kv_tables, inputs.idx_mapping, inputs.num_reqs)
-        mappings = torch.empty(kinds, batch.positions.shape[0], dtype=torch.int64, device=device)
+        mappings = inputs.allocate("mappings", (kinds, batch.positions.shape[0]), torch.int64, device)
         ops.compute_slot_mappings(mappings, tables, batch.query_start_loc, batch.positions, state.block_sizes,
                                   inputs.query_lens)
         return tables, mappings
@@ -244,14 +293,14 @@ class ReplayModelState(DefaultModelState):
     host `keeps_rows`.
     """
 
-    def __init__(self, memory: ModelMemory, requests: "RequestState", groups: list["KVGroup"], tail_windows: int = 0,
+    def __init__(self, memory: ModelMemory, requests: RequestState, groups: list["KVGroup"], tail_windows: int = 0,
                  exact: bool = False):
         super().__init__(memory, requests)
         self.replay_window = max((group.prefix_replay_tokens for group in groups), default=0)
         cacheable = [i for i, group in enumerate(groups) if group.prefix_cacheable]
         self.cacheable_groups = torch.tensor(cacheable, dtype=torch.int32, device=memory.device)
-        self.replay_start = torch.zeros_like(requests.num_computed)
-        self.keeps_rows = [False] * len(requests.num_computed)
+        self.replay_start = torch.zeros(requests.size, dtype=torch.int32, device=memory.device)
+        self.keeps_rows = [False] * requests.size
         window = memory.attention_window
         self.tail_windows = tail_windows
         self.joins_prefills = tail_windows > 0
@@ -312,6 +361,6 @@ class ReplayModelState(DefaultModelState):
         ops.gather_replay_rows(
             rows, query_start_loc, positions, slots, lowest, batch.query_start_loc, dropped, batch.seq_lens, starts,
             batch.positions, mappings[group : group + 1], inputs.query_lens, window=self.kept_tokens)
-        tail = Batch(positions, batch.first, batch.seq_lens, query_start_loc, None, {}, {}, {})
+        tail = Batch(rows, positions, batch.first, batch.seq_lens, query_start_loc, None, {}, {}, {})
         tail.attn["swa"] = self.tail_builder.build(tail, tables[group], slots[0], replay_start=lowest)
         return TailBatch(rows, tail)

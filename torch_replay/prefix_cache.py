@@ -138,8 +138,8 @@ class PrefixCache:
         is free for go without. `settle` or `drop` gives them back."""
         if self.snapshots is None:
             return
-        self.snapshots.free(request.snapshots.values())  # of a plan that was given up
-        request.snapshots = {}
+        # of a plan that was given up; those up to `start` belong to a step that is under way
+        self._let_go(request, [edge for edge in request.snapshots if edge > start])
         size = self.state_block_size
         for edge in range(start // size * size + size, end + 1, size):
             if edge <= request.hit_tokens or (prefilling and edge < end):
@@ -150,11 +150,12 @@ class PrefixCache:
             if ids is not None:
                 request.snapshots[edge] = ids[0]
 
-    def settle(self, request: Request, before: int, drafts: list[int]) -> None:
+    def settle(self, request: Request, before: int, drafts: list[int], under_way: bool = False) -> None:
         """After a forward that took the request from `before` computed tokens to `num_computed`: publishes its whole
         blocks and the snapshot that the step made, and lets go of the others.
 
-        drafts: computed tokens that the request does not list yet. The snapshot is the one at the last edge that the
+        drafts: computed tokens that the request does not list yet. under_way: the request's next step is, whose claims
+        stay. The snapshot is the one at the last edge that the
         step reached, the rule by which `ops.ring_commit` plans.
         """
         after = request.num_computed
@@ -172,7 +173,10 @@ class PrefixCache:
             if published and edge > len(request.prompt_ids):
                 request.output_edges.append(edge)
                 self._thin_out(request)
-        self.drop(request)
+        if under_way:
+            self._let_go(request, [edge for edge in request.snapshots if edge <= after])
+        else:
+            self.drop(request)
 
     def _thin_out(self, request: Request) -> None:
         """Withdraws the snapshots in the request's output that its next turn has no use for: those below the one where
@@ -182,6 +186,10 @@ class PrefixCache:
             for edge in [edge for edge in request.output_edges if edge < start]:
                 request.output_edges.remove(edge)
                 self.snapshots.withdraw(self._key(request, edge))
+
+    def _let_go(self, request: Request, edges: list[int]) -> None:
+        if edges:
+            self.snapshots.free([request.snapshots.pop(edge) for edge in edges])
 
     def drop(self, request: Request) -> None:
         """Lets go of all snapshots that the request holds."""

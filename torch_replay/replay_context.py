@@ -78,7 +78,7 @@ class ReplayContext:
         layer_group: [L] int32. ring_start, ring_committed: [G, S] int32.
         request_tables: [G, max_num_reqs, C] and block_tables: [G, max_num_reqs, C] int32, slot ids.
         live_col, live_cols: the last column, where an engine whose live states never move may keep them; [max_num_reqs]
-            int32, the same by request. src_cols, dst_cols: [max_num_reqs] int32, what `reset_new_slots` is to do next.
+            int32, the same by request.
         src_slots, dst_slots, plan_start, plan_count: [G, max_num_reqs] int32, the last step's snapshot plan.
     """
 
@@ -115,7 +115,6 @@ class ReplayContext:
         self.request_tables, self.block_tables = (torch.zeros(table, dtype=torch.int32, device=device) for _ in "rb")
         self.live_col = columns - 1
         self.live_cols = torch.full((max_num_reqs,), columns - 1, dtype=torch.int32, device=device)
-        self.src_cols, self.dst_cols = torch.full((2, max_num_reqs), -1, dtype=torch.int32, device=device).unbind()
         self.src_slots, self.dst_slots, self.plan_start, self.plan_count = (
             torch.zeros(table[:2], dtype=torch.int32, device=device) for _ in range(4))
         self.A = None

@@ -84,8 +84,9 @@ class Request:
     The engine appends to `output_ids`; the scheduler owns `index`, `tables`, `arrival`, `finish_reason` and
     `preemptions`, moves `num_computed`, and takes it back to 0 when the caches are taken away.
 
-    num_computed: tokens whose state is in the caches, always the first ones. index: row in the persistent per-request
-    buffers, -1 when not admitted. tables: for each KV group the block ids by position // block_size, 0 where a
+    num_computed: tokens whose state is in the caches, always the first ones. pending: 1 if a step is under way whose
+    token is counted already, in num_tokens and num_computed, but not known yet. index: row in the persistent
+    per-request buffers, -1 when not admitted. tables: for each KV group the block ids by position // block_size, 0 where a
     window block was freed. arrival: order in which the scheduler got it. drafted, accepted: draft tokens proposed and
     kept.
 
@@ -105,6 +106,7 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     output_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
+    pending: int = 0
     index: int = -1
     tables: dict[str, list[int]] = field(default_factory=dict)
     finish_reason: Optional[str] = None
@@ -133,12 +135,12 @@ class Request:
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and output, a fresh list."""
+        """Prompt and output as far as they are known, a fresh list."""
         return self.prompt_ids + self.output_ids
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.output_ids)
+        return len(self.prompt_ids) + len(self.output_ids) + self.pending
 
     @property
     def finished(self) -> bool:

@@ -184,9 +184,16 @@ class Scheduler:
     def advance(self, request: Request, count: int, drafts: Optional[list[int]] = None) -> None:
         """After a forward of this step: `count` more tokens of the request are computed, and what it filled is
         published. drafts: accepted ones among them, which the request does not list yet."""
-        before, request.num_computed = request.num_computed, request.num_computed + count
+        ahead, request.pending = request.pending, 0
+        request.num_computed += count - ahead
         if self.prefix is not None and request.index >= 0:  # a callback may have aborted it meanwhile
-            self.prefix.settle(request, before, drafts or [])
+            self.prefix.settle(request, request.num_computed - count, drafts or [], under_way=bool(ahead))
+
+    def expect(self, request: Request) -> None:
+        """Counts the one token of a decode step that is under way, so that the step after it can be scheduled. The call
+        of `advance` that follows does not count it again."""
+        request.num_computed += 1
+        request.pending = 1
 
     def recover(self, plan: Plan) -> None:
         """After a step that failed: its requests lose their caches and wait, in order of arrival, to be computed again.
@@ -311,7 +318,7 @@ class Scheduler:
 
     def _requeue(self, request: Request) -> None:
         self._release(request)
-        request.num_computed = request.replay_start = request.hit_tokens = 0
+        request.num_computed = request.replay_start = request.hit_tokens = request.pending = 0
         request.prompt_logprobs.clear()
         request.prefix_keys.clear()  # the failed step may have named tokens that the request never got
         insort(self.waiting, request, key=lambda other: other.arrival)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .graphs.step import prefill
+from .graphs.prefill import prefill
 from .model_state import DefaultModelState, ReplayModelState
 from .models import HybridModel
 from .progress import shown
@@ -22,7 +22,7 @@ from .replay_context import ReplayContext
 
 # what a step overwrites in a context besides its slots
 PLAN = ("src_slots", "dst_slots", "plan_start", "plan_count")
-TABLES = ("request_tables", "block_tables", "live_cols", "src_cols", "dst_cols", *PLAN)
+TABLES = ("request_tables", "block_tables", "live_cols", *PLAN)
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -261,30 +261,27 @@ def warm_up_prefill(model: HybridModel, state: DefaultModelState, tokens: int) -
     """
     requests, ids = state.requests, [0] * tokens
     buffers = [value for owner in (requests, state) for value in vars(owner).values() if isinstance(value, Tensor)]
+    host = requests.host
     with contextlib.ExitStack() as kept:
         kept.enter_context(temporary_ring_state((), (), buffers))
-        requests.num_computed[0] = 0
-        requests.kv_tables[:, 0] = 0
+        host.admit(0)
+        host.num_computed[0], host.snapshots[0], host.fresh[0] = 0, {}, 0
         for states in state.memory.states.values():
             if isinstance(states, ReplayContext):
                 slots = states.request_tables[:, 0, states.live_col].unique().tolist()
                 kept.enter_context(temporary_ring_state(states, slots))
-                states.request_tables[:, 0, : states.live_col] = 0
-                states.src_cols[0], states.dst_cols[0] = -1, states.live_col
             else:
                 kept.enter_context(temporary_ring_state([states.state], states.own_slots[0].tolist(),
                                                         [states.own_slots]))
                 kept.enter_context(temporary_ring_state([states.conv_ring], [1]))
-        if requests.history is not None:
-            requests.history.upload(0, ids, 0)
         prefill(model, state, [(0, ids)], [[]])
 
 
-def warm_up_kernels(state: DefaultModelState, rows: int, quiet: bool = False) -> None:
-    """What a model state's own memory needs, with decode steps of `rows` rows; pools of plain states need nothing."""
+def warm_up_kernels(state: DefaultModelState, rows: Sequence[int], quiet: bool = False) -> None:
+    """What a model state's own memory needs, with decode steps of so many rows; pools of plain states need nothing."""
     contexts = [states for states in state.memory.states.values() if isinstance(states, ReplayContext)]
     for context in contexts:
-        warm_up_decode(context, [rows], quiet=quiet)
+        warm_up_decode(context, rows, quiet=quiet)
         warm_up_lifecycle(context)
     warm_up_materializer(context for context in contexts if context.mode == "align")  # none publishes no snapshots
     warm_up_replay_kernels(state)

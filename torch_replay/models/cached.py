@@ -4,6 +4,7 @@ Both routes take tokens as `[rows, T]` of which the first `query_lens[row]` are 
 `output` of each mixer with training, and leave the caches so that either route may follow.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Optional
 
@@ -13,6 +14,11 @@ from torch import Tensor
 from .. import ops
 from ..replay_context import ReplayContext
 from .layers import rope_rows
+
+
+def fresh_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, device) -> Tensor:
+    """A tensor of a step's own. Steps whose tensors stay in place take them elsewhere, by name and shape."""
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 @dataclass
@@ -29,6 +35,7 @@ class AttnMetadata:
 class Batch:
     """One step's tensors. B rows, T tokens a row, tokens = B * T in row order."""
 
+    input_ids: Tensor  # [B, T] int32
     positions: Tensor  # [tokens] int64
     first: Tensor  # [B] int64, position of each row's first token
     seq_lens: Tensor  # [B] int32
@@ -39,6 +46,7 @@ class Batch:
     token_slots: dict[str, Optional[Tensor]]  # by family, [B, T] or None
     attn: dict[str, AttnMetadata] = field(default_factory=dict)  # by KV kind
     engram: Optional[list[tuple[Tensor, Tensor]]] = None  # by engram layer, see graphs/engram.py
+    allocate: Callable[..., Tensor] = fresh_tensor  # makes what is written for the step
     tail: Optional["TailBatch"] = None  # decoder-side replay, in steps that drop tokens
 
 
@@ -51,14 +59,14 @@ class TailBatch:
     rank_tokens: Optional[tuple[int, ...]] = None  # kept tokens by rank, for layers that exchange them; None: one rank
 
 
-def forward_hidden(model, memory, input_ids: Tensor, batch: Batch, prefill: bool) -> Tensor:
-    """ids [B, T] -> residual stream [B, T, hidden] after the last sublayer; caches and rings are written.
+def forward_hidden(model, memory, batch: Batch, prefill: bool) -> Tensor:
+    """`batch.input_ids` [B, T] -> residual stream [B, T, hidden] after the last sublayer; caches and rings are written.
 
     Tokens that decoder-side replay dropped come out as zero, and the caches of its layers do not get them.
     Cursors are not: the caller commits them once it knows what was accepted.
     """
-    rope = rope_rows(model.rope, batch.positions.view(input_ids.shape))
-    x = model.embedding(input_ids)
+    rope = rope_rows(model.rope, batch.positions.view(batch.input_ids.shape))
+    x = model.embedding(batch.input_ids)
     layers = list(zip(model.layers, memory.place))
     if batch.tail is None:
         return _run_layers(layers, memory, x, rope, batch, prefill)

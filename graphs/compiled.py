@@ -1,0 +1,56 @@
+"""How a step is compiled: one graph, for good, and on a GPU replayed by CUDA-graph trees."""
+
+import itertools
+import types
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+_serial = itertools.count()
+
+
+def compile_alone(method, *, cuda: bool = False, guarded: bool = True, dynamic: bool = False,
+                  backend: str = "inductor"):
+    """`torch.compile(fullgraph=True)` of a bound method with a code object of its own.
+
+    Dynamo keeps compiled variants, eight at most, per code object; two steps of other sizes must not share them.
+
+    cuda: `mode="reduce-overhead"`, CUDA-graph trees, as one graph or, with a warning, none: no silent partitions.
+    guarded: False leaves out Dynamo's guards, whose cost grows with the number of modules. That is for steps that take
+    nothing but their own object's tensors, which may be replaced by others of the same kind, and whose other attributes
+    never change.
+    """
+    function = method.__func__
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_serial)}")
+    own = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
+    options = {}
+    if cuda:
+        options.update(torch._inductor.list_mode_options("reduce-overhead"), graph_partition=False)
+    if not guarded:
+        options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
+    return torch.compile(types.MethodType(own, method.__self__), fullgraph=True, dynamic=dynamic, backend=backend,
+                         options=options or None)
+
+
+def forget_compiled(compiled) -> None:
+    """Drops what Dynamo keeps for a function that `compile_alone` made, and with it the recordings."""
+    torch._dynamo.eval_frame.remove_from_cache(torch._dynamo.eval_frame.innermost_fn(compiled))
+
+
+def mark_static(*owners) -> None:
+    """Tells the compiler that the tensors among the owners' attributes, also in lists, tuples and dicts there, stay at
+    their addresses: CUDA graphs read and write them in place. A tensor that is replaced is recorded anew."""
+    for owner in owners:
+        for tensor in _tensors(vars(owner).values()):
+            torch._dynamo.mark_static_address(tensor, guard=False)
+
+
+def _tensors(values: Iterable) -> Iterable[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+        elif isinstance(value, dict):
+            yield from _tensors(value.values())
