@@ -64,7 +64,8 @@ def step_times(device, model: HybridModel, batch: int, seconds: float) -> dict:
     times = {}
     for name, table in (("device", DeviceTable(rows, exponents)), ("pinned", PinnedTable(rows, exponents, device))):
         model.engram.place(table)
-        step = decoding_step(Engine(model, None, EngineConfig(batch, 1024, dtype=torch.bfloat16, compiled=False)), batch)
+        config = EngineConfig(batch, 1024, dtype=torch.bfloat16, compiled=False)
+        step = decoding_step(Engine(model, None, config), batch)
         with torch.no_grad():
             timing = measure([step], device, seconds)
             kernels = kernel_names(step)

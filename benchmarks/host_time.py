@@ -20,6 +20,7 @@ import torch
 
 from torch_replay import Engine, EngineConfig, HybridModel, SamplingParams
 from torch_replay.graphs.compiled import compile_alone
+from torch_replay.graphs.step import DecodeStep
 from torch_replay.models import small_model_dir
 from torch_replay.models.presets import PRESETS
 from torch_replay.request_state import RequestState
@@ -113,33 +114,34 @@ def step_times(model: HybridModel, batches, dtype: torch.dtype, max_model_len: i
     warm_up_seconds = time.perf_counter() - begin
     results = []
     for step in engine.steps:
-        batch = step.rows
-        while len(engine.scheduler.running) < batch:
+        while len(engine.scheduler.running) < step.rows:
             prompt = [(len(engine.scheduler.running) + place) % 97 + 1 for place in range(16)]
             engine.add_request(prompt, SamplingParams(max_tokens=max_model_len // 2, ignore_eos=True))
             engine.step()
-        rows = [(request.index, [1]) for request in engine.scheduler.running[:batch]]
-        torch.cuda.synchronize()
-        flights = []
-
-        def ahead():
-            flights.append(step.launch(rows, "greedy"))
-            if len(flights) > 1:
-                flights.pop(0).result()
-
-        step.launch(rows, "greedy").result()
-        result = {"batch": batch, "inputs": graph_inputs(step), "launch_host_us": host_us(
-            lambda: step.launch(rows, "greedy")), "trees": both(step.run["greedy"]),
-            "total_us": total_us(lambda: step.launch(rows, "greedy").result()), "ahead_us": total_us(ahead)}
-        with torch.no_grad():
-            plain = compile_alone(step.greedy_step, guarded=False)
-            result["plain_graph"] = both(captured(plain))
-            result["trees_again"] = both(step.run["greedy"])
-        result["over_plain_graph"] = min(result[name]["total_us"] for name in ("trees", "trees_again")) / result[
-            "plain_graph"]["total_us"] - 1
-        results.append(result)
-        print(json.dumps(result), flush=True)
+        results.append(time_step(step, [(request.index, [1]) for request in engine.scheduler.running[: step.rows]]))
+        print(json.dumps(results[-1]), flush=True)
     return [{"warm_up_seconds": warm_up_seconds, "parameters": sum(1 for _ in model.parameters())}, *results]
+
+
+def time_step(step: DecodeStep, rows: list) -> dict:
+    """One size. The plain graph holds the code that Inductor made for the same function."""
+    flights = []
+
+    def ahead():
+        flights.append(step.launch(rows, "greedy"))
+        if len(flights) > 1:
+            flights.pop(0).result()
+
+    step.launch(rows, "greedy").result()
+    result = {"batch": step.rows, "inputs": graph_inputs(step),
+              "launch_host_us": host_us(lambda: step.launch(rows, "greedy")), "trees": both(step.run["greedy"]),
+              "total_us": total_us(lambda: step.launch(rows, "greedy").result()), "ahead_us": total_us(ahead)}
+    with torch.no_grad():
+        result["plain_graph"] = both(captured(compile_alone(step.greedy_step, guarded=False)))
+        result["trees_again"] = both(step.run["greedy"])
+    trees = min(result[name]["total_us"] for name in ("trees", "trees_again"))
+    result["over_plain_graph"] = trees / result["plain_graph"]["total_us"] - 1
+    return result
 
 
 def graph_inputs(step) -> int:
@@ -150,7 +152,6 @@ def graph_inputs(step) -> int:
         counted.append(len(inputs))
         return graph.forward
 
-    import torch._dynamo
     with torch.no_grad():
         torch.compile(lambda: step.greedy_step(), fullgraph=True, backend=backend, dynamic=False)()
     return counted[0]

@@ -86,9 +86,9 @@ class Request:
 
     num_computed: tokens whose state is in the caches, always the first ones. pending: 1 if a step is under way whose
     token is counted already, in num_tokens and num_computed, but not known yet. index: row in the persistent
-    per-request buffers, -1 when not admitted. tables: for each KV group the block ids by position // block_size, 0 where a
-    window block was freed. arrival: order in which the scheduler got it. drafted, accepted: draft tokens proposed and
-    kept.
+    per-request buffers, -1 when not admitted. tables: for each KV group the block ids by position // block_size, 0
+    where a window block was freed. arrival: order in which the scheduler got it. drafted, accepted: draft tokens
+    proposed and kept.
 
     prompt_logprobs: those of prompt tokens 1, 2, ... as far as the prompt is computed, if they are asked for.
 
