@@ -91,7 +91,7 @@ def metadata_times(batch: int, groups: int, device: str) -> dict:
     host = requests.host
     host.num_computed[:] = 1000
     host.tables[:] = torch.randint(1, 1 << 20, host.tables.shape).numpy()
-    host.filled = [[host.tables.shape[2]] * batch for _ in names]
+    host.filled[:] = host.tables.shape[2]
     state.warm_up(quiet=True)
     key = state.key(batch)
     rows = [(index, [1]) for index in range(batch)]

@@ -40,9 +40,16 @@ def forget_compiled(compiled) -> None:
 
 def mark_static(*owners) -> None:
     """Tells the compiler that the tensors among the owners' attributes, also in lists, tuples and dicts there, stay at
-    their addresses: CUDA graphs read and write them in place. A tensor that is replaced is recorded anew."""
+    their addresses: CUDA graphs read and write them in place. A tensor that is replaced is recorded anew.
+
+    Raises ValueError for a CUDA tensor that does not begin at a multiple of 16 bytes: it would be copied at every step
+    and, if it is written, keep the step from being a CUDA graph."""
     for owner in owners:
         for tensor in _tensors(vars(owner).values()):
+            if tensor.is_cuda and tensor.data_ptr() % 16:
+                names = [name for name, value in vars(owner).items() if value is tensor]
+                raise ValueError(f"{type(owner).__name__}: {', '.join(names) or 'a tensor'} {list(tensor.shape)} "
+                                 f"begins {tensor.data_ptr() % 16} bytes past a multiple of 16, expected none")
             torch._dynamo.mark_static_address(tensor, guard=False)
 
 
