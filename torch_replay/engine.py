@@ -13,6 +13,7 @@ from .detokenizer import Detokenizer
 from .drafter import Drafter, NoDraft, PromptLookup
 from .graphs.engram import HostPrefetch
 from .graphs.measure import measure_back_ends
+from .graphs.packing import pack_parameters
 from .graphs.prefill import prefill
 from .graphs.step import SAME_TOKEN, DecodeStep, Flight
 from .memory import STATE_KINDS, MemoryConfig, ModelMemory
@@ -172,10 +173,7 @@ class Engine:
         else:
             self.state = DefaultModelState(self.memory, requests)
         cuda = self.memory.device.type == "cuda"
-        packed = None
-        if config.compiled and cuda:
-            from .graphs.packing import pack_parameters
-            packed = pack_parameters(model)
+        packed = pack_parameters(model) if config.compiled and cuda else None
         self.steps = [DecodeStep(model, self.state, rows, width, config.compiled, packed, guarded=not cuda)
                       for rows, width in self._step_sizes(tokens, cuda)]
         self.decode = self.steps[-1]

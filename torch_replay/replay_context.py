@@ -262,7 +262,7 @@ class PlainStates:
         self.own_slots = slots.view(max_num_reqs, each)
 
     def step_slots(self, idx_mapping: Tensor, tokens: int) -> tuple[Tensor, Optional[Tensor]]:
-        """slots [B] that hold the states, token_slots [B, tokens] for those of a step's tokens (None without drafts)."""
+        """slots [B] that hold the states; token_slots [B, tokens] for those after each token, None without drafts."""
         own = self.own_slots[idx_mapping.clamp(min=0)]
         own = torch.where((idx_mapping >= 0)[:, None], own, 0)
         return own[:, 0], own[:, 1 : 1 + tokens] if self.tokens > 1 else None
