@@ -173,7 +173,8 @@ class Engine:
         else:
             self.state = DefaultModelState(self.memory, requests)
         cuda = self.memory.device.type == "cuda"
-        packed = pack_parameters(model) if config.compiled and cuda else None
+        # decode steps write no buffer of the model
+        packed = pack_parameters(model, call=lambda: None) if config.compiled and cuda else None
         self.steps = [DecodeStep(model, self.state, rows, width, config.compiled, packed, guarded=not cuda)
                       for rows, width in self._step_sizes(tokens, cuda)]
         self.decode = self.steps[-1]
