@@ -1,4 +1,4 @@
-"""Steps launched before the results of the last are there: the same text, whoever ends, fails or is put back meanwhile."""
+"""Steps launched before the results of the last are there: the same text, whoever ends, fails or waits meanwhile."""
 
 import pytest
 import torch
