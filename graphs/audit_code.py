@@ -1,16 +1,23 @@
 """Clones in what Inductor generates: in its last graph, by tensor, and in the text of the code, by size."""
 
 import math
+import operator
 import re
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Optional
 
 import torch
+from torch._guards import TracingContext
 from torch._inductor.graph import GraphLowering
+from torch.fx import Graph, Node
 
 ALLOCATION = re.compile(r"= empty_strided\w*\(\(([^)]*)\), \([^)]*\), torch\.(\w+)")
 VIEWS = ("as_strided", "view", "reshape", "select", "slice", "squeeze", "unsqueeze", "permute", "transpose", "t",
          "expand", "alias", "split", "unbind", "diagonal", "detach")
+# a copy of their first argument with a part replaced
+WRITES = ("index_put", "_unsafe_index_put", "select_scatter", "slice_scatter", "as_strided_scatter",
+          "diagonal_scatter", "scatter", "scatter_add", "scatter_reduce")
 
 
 @dataclass
@@ -25,25 +32,34 @@ class Clone:
     trace: Optional[str]
 
 
-def clones_left(lowering: GraphLowering, names: list[str]) -> list[Clone]:
-    """Clones of mutated inputs in the graph that is turned into code, where every write in place has been settled.
+def clones_left(graph: Graph, mutated: Collection[str], known: Collection[str] = ()) -> list[Clone]:
+    """Copies of inputs that the graph writes, which writing in place would have avoided.
 
-    names: of the inputs of Dynamo's graph.
+    graph: as Inductor turns it into code, where every write in place has been settled. mutated: names of the inputs
+    that it writes. known: names of nodes that are not worth mention.
+
+    Three kinds: a clone; a write that replaces a part of a copy, which is then copied back; and a write through a view
+    of another dtype, after which the tensor is copied onto itself.
     """
-    found = []
-    for node in lowering.module.graph.nodes:
+    names, found = input_names(graph), []
+    for node in graph.nodes:
+        if node.name in known or node.op != "call_function":
+            continue
         if node.target is torch.ops.aten.clone.default:
-            root = _root(node.args[0])
-            if root.op == "placeholder" and root.name in lowering.mutated_inputs:
-                value = node.meta["val"]
-                found.append(Clone("cloned at every step, though it is written",
-                                   _name(root, names), value.numel() * value.element_size(), value.numel(),
-                                   value.dtype, node.stack_trace or root.stack_trace))
+            source, message = _root(node.args[0]), "cloned at every step, though it is written"
+        elif node.target is torch.ops.aten.copy_.default:
+            source, message = _root(node.args[0]), _copied_back(*node.args[:2])
+        else:
+            continue
+        if message and source.op == "placeholder" and source.name in mutated:
+            value = node.args[0].meta["val"]
+            size = bytes_of(value)
+            found.append(Clone(message, names.get(source.name, source.name), size, size // value.element_size(),
+                               value.dtype, node.stack_trace or source.stack_trace))
     return found
 
 
-def large_allocations(lowering: GraphLowering, names: list[str], code: str, least: int,
-                      known: list[Clone]) -> list[Clone]:
+def large_allocations(lowering: GraphLowering, code: str, least: int, known: list[Clone]) -> list[Clone]:
     """Allocations in `code`, but for the `known` clones, with dtype and size of a mutated input or of its storage.
 
     least: bytes of such an input.
@@ -51,7 +67,7 @@ def large_allocations(lowering: GraphLowering, names: list[str], code: str, leas
     inputs = [node for node in lowering.module.graph.nodes
               if node.op == "placeholder" and node.name in lowering.mutated_inputs]
     explained = [(clone.elements, clone.dtype) for clone in known]
-    found = []
+    names, found = input_names(lowering.module.graph), []
     for shape, name in ALLOCATION.findall(code):
         sizes = [size.strip() for size in shape.split(",") if size.strip()]
         dtype = getattr(torch, name)
@@ -64,24 +80,100 @@ def large_allocations(lowering: GraphLowering, names: list[str], code: str, leas
         for node in inputs:
             value = node.meta["val"]
             storage = value.untyped_storage().nbytes() // value.element_size()
-            if (value.dtype == dtype and value.numel() * value.element_size() >= least
-                    and elements in (value.numel(), storage)):
+            if value.dtype == dtype and bytes_of(value) >= least and elements in (value.numel(), storage):
                 found.append(Clone(f"the generated code allocates ({shape}) {name}, as large as this tensor",
-                                   _name(node, names), elements * value.element_size(), elements, dtype,
+                                   names.get(node.name, node.name), elements * value.element_size(), elements, dtype,
                                    node.stack_trace))
                 break
     return found
 
 
-def _root(node: torch.fx.Node) -> torch.fx.Node:
-    """The tensor that a chain of views begins with."""
-    while (node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
-           and node.target.namespace == "aten" and node.target._schema.name.split("::")[1] in VIEWS):
+def input_names(graph: Graph) -> dict[str, str]:
+    """Graph inputs as the source code names them, by the name of their node: `self.cache` for Dynamo's L['self'].cache.
+
+    Only while Dynamo compiles; what it does not know is left out. AOTAutograd reorders, drops and merges inputs, but
+    each remains a view of the fake storage that was made for the real tensor, of which Dynamo noted the source. An
+    input that was merged from several has all their names.
+    """
+    sources = list(_sources())
+    names = {}
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            same_storage = [(fake, name) for fake, name in sources if _storage(fake) == _storage(value)]
+            same = [name for fake, name in same_storage if _place(fake) == _place(value)]
+            found = same[:1] or [name for _, name in same_storage]
+            if found:
+                names[node.name] = " and ".join(found)
+    return names
+
+
+def bytes_of(value: torch.Tensor) -> int:
+    """Bytes of a tensor; of one with symbolic sizes, as large as it was while tracing."""
+    elements = value.numel()
+    if not isinstance(elements, int):
+        elements = elements.node.hint or 0
+    return elements * value.element_size()
+
+
+def _sources() -> Iterator[tuple[torch.Tensor, str]]:
+    """Each tensor that Dynamo took as an input, as a fake, with its name."""
+    context = TracingContext.try_get()
+    if context is None or context.fake_mode is None:
+        return
+    converter = context.fake_mode.fake_tensor_converter.meta_converter
+    for real, number in list(converter.describer.lookup_tensor.items()):
+        fake = converter.tensor_memo.get(number)
+        source = getattr(context.tensor_to_context.get(real), "tensor_source", None)
+        if fake is None or source is None:
+            continue
+        name = source.name if isinstance(source.name, str) else source.name()
+        if not name.endswith("._base"):
+            yield fake, _as_written(name)
+
+
+def _as_written(name: str) -> str:
+    name = re.sub(r"\b[LG]\['(\w+)'\]", r"\1", name)
+    name = re.sub(r"\._(?:modules|parameters|buffers)\['([A-Za-z_]\w*)'\]", r".\1", name)
+    return re.sub(r"\._modules\['(\d+)'\]", r"[\1]", name)
+
+
+def _copied_back(target: Node, source: Node) -> Optional[str]:
+    """What is wrong with copying `source` to a tensor, if it was made from that tensor."""
+    written, root = _root(target), _root(source)
+    if root is written and any(node.target is torch.ops.aten.view.dtype for node in _chain(source)):
+        return "copied onto itself at every step, for it is written through a view of another dtype"
+    made = root
+    while _called(made) in WRITES:
+        made = _root(made.args[0])
+    if made is written and made is not root:
+        return "cloned at every step, for a part of it is not written in place"
+    return None
+
+
+def _chain(node: Node) -> Iterator[Node]:
+    """A tensor, what it is a view of, and so on."""
+    yield node
+    while _called(node) in VIEWS or (node.target is operator.getitem and _called(node.args[0]) in VIEWS):
         node = node.args[0]
-    return node
+        yield node
 
 
-def _name(placeholder: torch.fx.Node, names: list[str]) -> str:
-    """AOTAutograd reorders inputs and notes where each came from."""
-    index = getattr(placeholder.meta.get("desc"), "idx", None)
-    return names[index] if index is not None and index < len(names) else placeholder.name
+def _root(node: Node) -> Node:
+    """The tensor that a chain of views begins with."""
+    return list(_chain(node))[-1]
+
+
+def _called(node: Node) -> Optional[str]:
+    """`select` for torch.ops.aten.select.int, None for what is no aten op."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
+        return None
+    return node.target._schema.name.split("::")[1]
+
+
+def _storage(value: torch.Tensor) -> int:
+    return value.untyped_storage()._cdata
+
+
+def _place(value: torch.Tensor) -> tuple:
+    return value.storage_offset(), value.size(), value.stride()
