@@ -55,7 +55,7 @@ def clones_left(graph: Graph, mutated: Collection[str], known: Collection[str] =
             value = node.args[0].meta["val"]
             size = bytes_of(value)
             found.append(Clone(message, names.get(source.name, source.name), size, size // value.element_size(),
-                               value.dtype, node.stack_trace or source.stack_trace))
+                               value.dtype, _trace(node)))
     return found
 
 
@@ -149,6 +149,12 @@ def _copied_back(target: Node, source: Node) -> Optional[str]:
     if made is written and made is not root:
         return "cloned at every step, for a part of it is not written in place"
     return None
+
+
+def _trace(node: Node) -> Optional[str]:
+    """The stack of the code that a node comes from, or else what it reads: passes do not always hand it on."""
+    nodes = [node, *(other for source in reversed(node.all_input_nodes) for other in _chain(source))]
+    return next((other.stack_trace for other in nodes if other.stack_trace), None)
 
 
 def _chain(node: Node) -> Iterator[Node]:

@@ -13,7 +13,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.fx_passes import post_grad
 from torch._inductor.fx_passes.reinplace import reinplace_inplaceable_ops
 from torch._inductor.fx_utils import FakeTensorUpdater
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from . import audit_code, audit_finding
 from .audit_code import bytes_of, clones_left
@@ -45,9 +45,7 @@ class NoCacheClones(CustomGraphPass):
         self.least = least
 
     def __call__(self, graph: Graph) -> None:
-        written = {node.args[0].name: node.args[0] for node in graph.nodes
-                   if node.target is torch.ops.aten.copy_.default and node.args[0].op == "placeholder"}
-        caches = [name for name, node in written.items() if bytes_of(node.meta["val"]) >= self.least]
+        caches = [node.name for node in written_inputs(graph) if bytes_of(node.meta["val"]) >= self.least]
         if not caches:
             return
         own = {node.name for node in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)}
@@ -58,6 +56,12 @@ class NoCacheClones(CustomGraphPass):
     def uuid(self) -> str:
         files = (__file__, audit_code.__file__, audit_finding.__file__)
         return get_hash_for_files(files, f"least={self.least}").hex()
+
+
+def written_inputs(graph: Graph) -> list[Node]:
+    """Inputs that a graph writes: while it is functional, it does so by copies at its end."""
+    copies = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    return [node.args[0] for node in copies if node.args[0].op == "placeholder"]
 
 
 def settled(graph: Graph) -> Graph:
