@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
+from harness import raw
 from tiny import engine, tiny_model
 from torch._dynamo.utils import ReinplaceCounters, counters
 from torch._inductor.exc import InductorError
@@ -15,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch_replay import ops
 from torch_replay.graphs.audit_code import clones_left
 from torch_replay.graphs.passes import CacheCloned, NoCacheClones, settled, written_inputs
+from torch_replay.replay_context import ReplayContext, StateGroup, StateLayer
 
 _LIBRARY = torch.library.Library("torch_replay_passes", "FRAGMENT")
 for _schema, _kernel in (
@@ -128,6 +130,24 @@ class Stop(Exception):
     """Inductor has come as far as a test needs."""
 
 
+def lowered(run, graph_pass=None) -> Graph:
+    """The graph that Inductor would turn into code, where `run` compiles a function: it is not run, and no code made.
+
+    graph_pass: None for the pass under test.
+    """
+    found = []
+
+    def stop(lowering, *args):
+        found.append(lowering.module.graph)
+        raise Stop
+
+    torch._dynamo.reset()
+    with (torch._inductor.config.patch(post_grad_custom_post_pass=graph_pass or NoCacheClones()),
+          mock.patch.object(GraphLowering, "run", stop), pytest.raises(InductorError, match="Stop")):
+        run()
+    return found[0]
+
+
 def both_graphs(fn, m) -> tuple[Graph, Graph, list[str], int]:
     """The pass's own copy of the graph, settled; the one that Inductor would turn into code, the inputs that it writes,
     and how many tensors it counts as cloned by mistake."""
@@ -136,15 +156,9 @@ def both_graphs(fn, m) -> tuple[Graph, Graph, list[str], int]:
     def look(graph):
         found.extend((settled(graph), [node.name for node in written_inputs(graph)]))
 
-    def run(lowering, *args):
-        found.extend((lowering.module.graph, ReinplaceCounters.get_total_missed()))
-        raise Stop
-
-    torch._dynamo.reset()
-    with mock.patch.object(GraphLowering, "run", run), pytest.raises(InductorError, match="Stop"):
-        torch.compile(fn, fullgraph=True, options={"post_grad_custom_post_pass": look})(m)
-    mine, written, final, missed = found
-    return mine, final, written, missed
+    final = lowered(lambda: torch.compile(fn, fullgraph=True)(m), look)
+    missed = ReinplaceCounters.get_total_missed()
+    return found[0], final, found[1], missed
 
 
 @pytest.mark.parametrize("fn", CLEAN.values(), ids=CLEAN)
@@ -258,26 +272,15 @@ STEPS = {
 }
 
 
-def lower_decode_step(pattern, route, **options) -> list[Graph]:
-    """Compiles an engine's decode step with the pass, up to where code would be generated."""
-    seen = []
-
-    def run(lowering, *args):
-        seen.append(lowering.module.graph)
-        raise Stop
-
+def lower_decode_step(pattern, route, **options) -> Graph:
     runner = engine(tiny_model(pattern=pattern), compiled=True, **options)
-    torch._dynamo.reset()
-    with (torch._inductor.config.patch(post_grad_custom_post_pass=NoCacheClones()),
-          mock.patch.object(GraphLowering, "run", run), pytest.raises(InductorError, match="Stop")):
-        runner.warm_up(sampling=route == "sampled", greedy=route == "greedy")
-    return seen
+    return lowered(lambda: runner.warm_up(sampling=route == "sampled", greedy=route == "greedy"))
 
 
 @pytest.mark.parametrize("pattern, route, options", STEPS.values(), ids=STEPS)
 def test_decode_step(pattern, route, options):
     """The engine's decode step writes every cache, cursor and table in place: no input at all is cloned."""
-    [graph] = lower_decode_step(pattern, route, **options)
+    graph = lower_decode_step(pattern, route, **options)
     assert len(graph.find_nodes(op="placeholder")) > 20
 
 
@@ -292,3 +295,43 @@ def test_decode_step_that_clones(monkeypatch):
     monkeypatch.setattr(ops, "write_kv", broken)
     with pytest.raises(AssertionError, match=r"CacheCloned: self\.state\.memory\.kv.*cloned at every step"):
         lower_decode_step(("swa",), "greedy")
+
+
+def context(family: str, dtype: torch.dtype) -> ReplayContext:
+    """Two layers, with numbers in every pool, and three requests of two slots each."""
+    layers = tuple(StateLayer(name, family, 4, 2, 8, 16, 32, max_tokens=2, window=4, ring_len=8, state_dtype=dtype)
+                   for name in "ab")
+    made = ReplayContext.create([StateGroup("g", layers, 4, "align")], 3, num_slots=9, columns=2)
+    made.bind_decay(-torch.ones(2, 4))
+    for pool in made.block_copy_tensors()[:-2]:
+        pool.copy_(torch.arange(1, pool.numel() + 1).view(pool.shape) % 7)
+    made.block_tables.copy_(torch.tensor([[[1, 2], [3, 4], [5, 6]]]))
+    return made
+
+
+def reset(states):
+    states.reset_new_slots(torch.tensor([-1, 0, 0]), torch.tensor([1, 1, -1]))
+
+
+def commit(states):
+    rows = torch.tensor([2, 1, 0], dtype=torch.int32)
+    states.postprocess(rows * 2, rows, rows == 0, torch.tensor([3]), query_lens=rows, live_cols=states.live_cols)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("family", ["mamba2", "gdn"])
+@pytest.mark.parametrize("fn", [reset, commit])
+def test_replay_context(fn, family, dtype):
+    """Slots are reset, and a step is committed and its snapshots published, without a copy of any pool."""
+    states = context(family, dtype)
+    lowered(lambda: torch.compile(fn, fullgraph=True)(states))
+
+
+def test_compiled_reset():
+    """Compiled, a reset zeroes and copies the slots that it does in eager."""
+    eager, states = context("gdn", torch.float8_e4m3fn), context("gdn", torch.float8_e4m3fn)
+    reset(eager)
+    compiled(reset)(states)
+    assert not states.state[:, 2].view(torch.uint8).any() and states.state[:, 4].view(torch.uint8).any()
+    for want, got in zip(eager.block_copy_tensors(), states.block_copy_tensors(), strict=True):
+        assert torch.equal(raw(want), raw(got))
