@@ -13,6 +13,7 @@ from torch._inductor.graph import GraphLowering
 from torch.fx import Graph, Node
 
 ALLOCATION = re.compile(r"= empty_strided\w*\(\(([^)]*)\), \([^)]*\), torch\.(\w+)")
+CLONED = "cloned at every step, though it is written"
 VIEWS = ("as_strided", "view", "reshape", "select", "slice", "squeeze", "unsqueeze", "permute", "transpose", "t",
          "expand", "alias", "split", "unbind", "diagonal", "detach")
 # a copy of their first argument with a part replaced
@@ -35,27 +36,32 @@ class Clone:
 def clones_left(graph: Graph, mutated: Collection[str], known: Collection[str] = ()) -> list[Clone]:
     """Copies of inputs that the graph writes, which writing in place would have avoided.
 
-    graph: as Inductor turns it into code, where every write in place has been settled. mutated: names of the inputs
-    that it writes. known: names of nodes that are not worth mention.
+    graph: in which Inductor has settled what is written in place, whether or not it has yet put mutating ops, and
+    clones, in place of the functional ones. mutated: names of the inputs that it writes. known: names of nodes that are
+    not worth mention.
 
     Three kinds: a clone; a write that replaces a part of a copy, which is then copied back; and a write through a view
     of another dtype, after which the tensor is copied onto itself.
     """
     names, found = input_names(graph), []
+
+    def note(message: str, value: Node, size: int, trace: Optional[str]) -> None:
+        tensor, element = _root(value), value.meta["val"].element_size()
+        if tensor.op == "placeholder" and tensor.name in mutated:
+            found.append(Clone(message, names.get(tensor.name, tensor.name), size, size // element,
+                               value.meta["val"].dtype, trace))
+
     for node in graph.nodes:
-        if node.name in known or node.op != "call_function":
+        if node.op != "call_function" or node.name in known:
             continue
+        for value in _to_be_cloned(node):
+            note(CLONED, value, _bytes_from_start(value.meta["val"]), node.stack_trace)
         if node.target is torch.ops.aten.clone.default:
-            source, message = _root(node.args[0]), "cloned at every step, though it is written"
+            note(CLONED, node.args[0], bytes_of(node.args[0].meta["val"]), _trace(node))
         elif node.target is torch.ops.aten.copy_.default:
-            source, message = _root(node.args[0]), _copied_back(*node.args[:2])
-        else:
-            continue
-        if message and source.op == "placeholder" and source.name in mutated:
-            value = node.args[0].meta["val"]
-            size = bytes_of(value)
-            found.append(Clone(message, names.get(source.name, source.name), size, size // value.element_size(),
-                               value.dtype, _trace(node)))
+            message = _copied_back(*node.args[:2])
+            if message:
+                note(message, node.args[0], bytes_of(node.args[0].meta["val"]), _trace(node))
     return found
 
 
@@ -110,10 +116,18 @@ def input_names(graph: Graph) -> dict[str, str]:
 
 def bytes_of(value: torch.Tensor) -> int:
     """Bytes of a tensor; of one with symbolic sizes, as large as it was while tracing."""
-    elements = value.numel()
-    if not isinstance(elements, int):
-        elements = elements.node.hint or 0
-    return elements * value.element_size()
+    return math.prod(map(_number, value.size())) * value.element_size()
+
+
+def _bytes_from_start(value: torch.Tensor) -> int:
+    """Bytes that a clone with the same strides and offset has: it begins where the storage begins."""
+    last = sum((_number(size) - 1) * _number(stride) for size, stride in zip(value.size(), value.stride()))
+    return (_number(value.storage_offset()) + last + 1) * value.element_size() if bytes_of(value) else 0
+
+
+def _number(size) -> int:
+    """A size, or a symbol's value while tracing, without a guard on it."""
+    return size if isinstance(size, int) else size.node.hint or 0
 
 
 def _sources() -> Iterator[tuple[torch.Tensor, str]]:
@@ -157,12 +171,43 @@ def _trace(node: Node) -> Optional[str]:
     return next((other.stack_trace for other in nodes if other.stack_trace), None)
 
 
+def _to_be_cloned(node: Node) -> list[Node]:
+    """What a functional call of a mutating op or kernel will clone, now that Inductor has noted where it need not."""
+    if node.target is torch.ops.higher_order.triton_kernel_wrapper_functional:
+        return [node.kwargs["kwargs"][name] for name in node.kwargs["tensors_to_clone"]]
+    if node.target is torch.ops.higher_order.auto_functionalized_v2:
+        values = node.kwargs["_all_bases"]
+        which = node.meta.get("only_clone_these_tensors", range(len(values)))
+    elif node.target is torch.ops.higher_order.auto_functionalized:
+        values, which = node.kwargs, node.meta.get("only_clone_these_tensors", ())
+    else:
+        return []
+    cloned = [values[i] for i in which]
+    return [value for each in cloned for value in (each if isinstance(each, (list, tuple)) else [each])]
+
+
+def _written_in_place(node: Node) -> Optional[Node]:
+    """The tensor that a functional call of a mutating op returns as written, if that will be the tensor itself."""
+    call, index = node.args[:2]
+    if call.target is not torch.ops.higher_order.auto_functionalized_v2:
+        return None
+    # the op's own results come first, one of them None if there are none
+    base = index - max(1, len(call.args[0]._schema.returns))
+    if base < 0 or base in call.meta.get("only_clone_these_tensors", (base,)):
+        return None
+    return call.kwargs["_all_bases"][base]
+
+
 def _chain(node: Node) -> Iterator[Node]:
     """A tensor, what it is a view of, and so on."""
-    yield node
-    while _called(node) in VIEWS or (node.target is operator.getitem and _called(node.args[0]) in VIEWS):
-        node = node.args[0]
+    while node is not None:
         yield node
+        if _called(node) in VIEWS:
+            node = node.args[0]
+        elif node.target is operator.getitem:
+            node = node.args[0] if _called(node.args[0]) in VIEWS else _written_in_place(node)
+        else:
+            node = None
 
 
 def _root(node: Node) -> Node:

@@ -65,7 +65,11 @@ def written_inputs(graph: Graph) -> list[Node]:
 
 
 def settled(graph: Graph) -> Graph:
-    """A copy of a graph as it is when passes of users run, with the passes applied that settle writes in place."""
+    """A copy of a graph as it is when passes of users run, with the passes applied that settle writes in place.
+
+    The one that then puts clones and mutating ops into the graph traces each of them and takes as long as all the rest
+    of a compilation without generated kernels; `clones_left` reads the decisions that it follows.
+    """
     copied = Graph()
     copied.output(copied.graph_copy(graph, {}))
     module = GraphModule(graph.owning_module, copied)
@@ -81,8 +85,6 @@ def settled(graph: Graph) -> Graph:
         reinplace_inplaceable_ops(updater, module.graph)
         if hasattr(post_grad, "fix_auto_functionalized_dtype_views"):  # not in torch 2.11
             post_grad.fix_auto_functionalized_dtype_views(module.graph)
-        post_grad.decompose_triton_kernel_wrapper_functional(module.graph)
-        post_grad.decompose_auto_functionalized(module.graph)
     return module.graph
 
 
