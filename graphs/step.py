@@ -77,12 +77,12 @@ class DecodeStep:
     def compile(self) -> None:
         """Makes the routes anew: what compiled before, and its recordings, is let go."""
         steps = {"greedy": self.greedy_step, "sampled": self.sampled_step}
+        state, upload = self.state, self.inputs.upload
+        mark_static(state, state.requests, upload, state.memory, *state.memory.states.values())
+        if state.requests.history is not None:
+            mark_static(state.requests.history)
         if self.compiled:
-            cuda = self.inputs.upload.buffer.is_cuda
-            memory = self.state.memory
-            mark_static(self.state, self.state.requests, self.inputs.upload, memory, *memory.states.values())
-            if self.state.requests.history is not None:
-                mark_static(self.state.requests.history)
+            cuda = upload.buffer.is_cuda
             direct = cuda and not self.guarded
             steps = {route: compile_alone(step, cuda=cuda, guarded=self.guarded, direct=direct)
                      for route, step in steps.items()}
