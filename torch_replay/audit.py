@@ -21,15 +21,15 @@ def add_parser(commands) -> None:
         "Runs a function eagerly, compiled, and compiled again, and reports graph breaks, recompiles, clones of "
         "caches, waits for the device and ops without a fake, with source lines. Exit status 1 when a rule is broken."))
     parser.set_defaults(run=_run)
-    parser.add_argument("target", metavar="TARGET", help=f"package.module:callable, or {' or '.join(PRESETS)} for the "
-                        "decode step of the small model of the package")
+    parser.add_argument("target", metavar="TARGET", help="package.module:callable, the folder of a Hugging "
+                        f"Face model for its decode step, or {' or '.join(PRESETS)} for that of the package's model")
     parser.add_argument("--inputs", metavar="M:F", help="package.module:factory, called before each of the sweeps: "
                         "returns the arguments as a tuple, or an iterable of tuples, one for each call (no arguments)")
     parser.add_argument("--allow", action="append", default=[], type=_allowance, metavar="RULE[=N]",
                         help="let a rule pass, or up to a value; rules go by the names that --json shows")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.add_argument("--html", metavar="F", help="write the report as a page, too")
-    parser.add_argument("--device", default="cpu", metavar="D", help="cpu or cuda, for presets (cpu)")
+    parser.add_argument("--device", default="cpu", metavar="D", help="cpu or cuda, for presets and folders (cpu)")
 
 
 def decode_target(engine, prompts, params) -> tuple[Callable, Callable]:
@@ -72,8 +72,19 @@ def _run(arguments) -> int:
     elif ":" in arguments.target:
         fn = _find("TARGET", arguments.target)
         drive = _calls(_find("--inputs", arguments.inputs) if arguments.inputs is not None else tuple)
+    elif Path(arguments.target).is_dir():
+        from .audit_hugging_face import folder_target
+        from .cli import _device
+
+        if arguments.inputs is not None:
+            raise UserError(f"--inputs {arguments.inputs}: model folder {arguments.target} makes its own")
+        try:
+            fn, drive = folder_target(arguments.target, _device(arguments.device))
+        except ValueError as error:
+            raise UserError(f"TARGET {error}") from None
     else:
-        raise UserError(f"TARGET {arguments.target}: expected package.module:callable or {' or '.join(PRESETS)}")
+        raise UserError(f"TARGET {arguments.target}: expected package.module:callable, a Hugging Face model folder or "
+                        f"{' or '.join(PRESETS)}")
     try:
         with Ticker("auditing", quiet=arguments.json):
             report = audit(fn, drive, name=arguments.target, allow=dict(arguments.allow))
