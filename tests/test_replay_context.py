@@ -187,7 +187,8 @@ def test_plain_states_swap_in_the_accepted():
     """Acceptance picks a state by index; 0 accepted and padding change nothing; no slot is ever lost."""
     states = PlainStates([LAYER], max_num_reqs=3)
     own = states.own_slots.clone()
-    slots, kept = states.step_slots(torch.tensor([2, -1, 0]))
+    assert states.step_slots(torch.tensor([2, -1, 0]), 1)[1].tolist() == [[own[2, 1]], [0], [own[0, 1]]]
+    slots, kept = states.step_slots(torch.tensor([2, -1, 0]), 3)
     assert slots.tolist() == [own[2, 0], 0, own[0, 0]]
     assert kept.tolist() == [own[2, 1:].tolist(), [0, 0, 0], own[0, 1:].tolist()]
     states.accept(torch.tensor([2, -1, 0]), torch.tensor([3, 2, 0]))

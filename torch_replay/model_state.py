@@ -151,15 +151,7 @@ class DefaultModelState:
         host, count = self.requests.host, len(index)
         arrays["num_computed"][:count] = host.num_computed[index]
         if changes.groups:
-            last = host.tables.shape[2] - 1
-            first = np.zeros((changes.groups, count), np.int32) if changes.whole else host.sent[:, index]
-            cols = np.minimum(first[..., None] + np.arange(changes.blocks), last)
-            arrays["first_cols"][:, :count] = first
-            arrays["blocks"][:, :count] = host.tables[np.arange(changes.groups)[:, None, None], index[:, None], cols]
-            filled = np.array(host.filled, np.int32)[:, index]
-            for request in index[(filled - first > changes.blocks).any(0)]:  # the prompt was computed elsewhere
-                self.requests.kv_tables[:, request].copy_(torch.from_numpy(host.tables[:, request]))
-            host.sent[:, index] = filled
+            self._fill_tables(changes, arrays, index)
         if changes.edges:
             self._fill_snapshots(changes, arrays, index)
         if changes.whole:
@@ -172,6 +164,25 @@ class DefaultModelState:
             for row, tokens in enumerate(before):
                 newest = tokens[: -changes.lookback - 1 : -1]
                 arrays["lookback"][row, : len(newest)] = newest
+
+    def _fill_tables(self, changes: Changes, arrays: dict[str, np.ndarray], index: np.ndarray) -> None:
+        """Columns that the tables gained, mostly none."""
+        host, last = self.requests.host, self.requests.host.tables.shape[2] - 1
+        arrays["first_cols"].fill(-1)
+        if not (host.grown or changes.whole):
+            return
+        sent, filled = host.sent[:, index], host.filled[:, index]
+        gained = np.ones_like(sent, bool) if changes.whole else filled > sent
+        first = np.zeros_like(sent) if changes.whole else sent
+        for request in index[(filled - first > changes.blocks).any(0)]:  # the prompt was computed elsewhere
+            self.requests.kv_tables[:, request].copy_(torch.from_numpy(host.tables[:, request]))
+        group, row = gained.nonzero()
+        begin = first[group, row]
+        cols = np.minimum(begin[:, None] + np.arange(changes.blocks), last)
+        arrays["first_cols"][group, row] = begin
+        arrays["blocks"][group, row] = host.tables[group[:, None], index[row][:, None], cols]
+        host.sent[:, index] = filled
+        host.grown = bool((host.filled > host.sent).any())
 
     def _fill_snapshots(self, changes: Changes, arrays: dict[str, np.ndarray], index: np.ndarray) -> None:
         """Snapshot columns that the step may read or publish, null where there is no snapshot. Beyond a table's end,
@@ -207,10 +218,11 @@ class DefaultModelState:
         req = torch.where(idx_mapping >= 0, idx_mapping, requests.size).long()
         requests.num_computed.index_put_((req,), upload.view("num_computed"))
         if changes.groups:
-            groups = torch.arange(changes.groups, device=device)[:, None, None]
-            cols = upload.view("first_cols")[..., None] + torch.arange(changes.blocks, device=device)
+            groups, first = torch.arange(changes.groups, device=device)[:, None, None], upload.view("first_cols")
+            rows = torch.where(first >= 0, req, requests.size)[..., None]
+            cols = first.clamp(min=0)[..., None] + torch.arange(changes.blocks, device=device)
             cols = cols.clamp(max=requests.kv_tables.shape[2] - 1)
-            requests.kv_tables.index_put_((groups, req[:, None], cols), upload.view("blocks"))
+            requests.kv_tables.index_put_((groups, rows, cols), upload.view("blocks"))
         for states in self._publishing if changes.edges else ():
             groups = torch.arange(len(states.groups), device=device)[:, None, None]
             rows = torch.where(idx_mapping >= 0, idx_mapping, 0).long()[:, None]
@@ -244,7 +256,7 @@ class DefaultModelState:
                 state_slots[family] = conv_slots[family] = table[0, :, states.live_col]
                 token_slots[family] = None
             else:
-                state_slots[family], token_slots[family] = states.step_slots(idx_mapping)
+                state_slots[family], token_slots[family] = states.step_slots(idx_mapping, tokens)
                 conv_slots[family] = torch.where(idx_mapping >= 0, idx_mapping + 1, 0)
         batch = Batch(input_ids, positions, positions.view(rows, tokens)[:, 0], seq_lens, query_start_loc, query_lens,
                       conv_slots, state_slots, token_slots, allocate=inputs.allocate)

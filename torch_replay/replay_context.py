@@ -79,7 +79,8 @@ class ReplayContext:
         request_tables: [G, max_num_reqs, C] and block_tables: [G, max_num_reqs, C] int32, slot ids.
         live_col, live_cols: the last column, where an engine whose live states never move may keep them; [max_num_reqs]
             int32, the same by request.
-        src_slots, dst_slots, plan_start, plan_count: [G, max_num_reqs] int32, the last step's snapshot plan.
+        plan: [4, G, max_num_reqs] int32, the last step's snapshot plan: src_slots, dst_slots, plan_start, plan_count.
+            One tensor, since every input of a compiled step costs the host microseconds.
     """
 
     @classmethod
@@ -115,8 +116,7 @@ class ReplayContext:
         self.request_tables, self.block_tables = (torch.zeros(table, dtype=torch.int32, device=device) for _ in "rb")
         self.live_col = columns - 1
         self.live_cols = torch.full((max_num_reqs,), columns - 1, dtype=torch.int32, device=device)
-        self.src_slots, self.dst_slots, self.plan_start, self.plan_count = (
-            torch.zeros(table[:2], dtype=torch.int32, device=device) for _ in range(4))
+        self.plan = torch.zeros(4, *table[:2], dtype=torch.int32, device=device)
         self.A = None
         self.warmed_signature = None  # of the pools that `warm_up_materializer` ran on
         self.initialize_ring_trackers(KVCacheConfig(num_slots, device))
@@ -148,6 +148,11 @@ class ReplayContext:
             return
         shape = (len(self.groups), slots)
         self.ring_start, self.ring_committed = (torch.zeros(shape, dtype=torch.int32, device=device) for _ in "sc")
+
+    src_slots = property(lambda self: self.plan[0])
+    dst_slots = property(lambda self: self.plan[1])
+    plan_start = property(lambda self: self.plan[2])
+    plan_count = property(lambda self: self.plan[3])
 
     def bind_decay(self, A: Tensor) -> None:
         """A of every layer, [L, H] float32, which Mamba-2 snapshots need."""
@@ -226,7 +231,7 @@ class ReplayContext:
         """The first part of `postprocess`: moves cursors. Returns the snapshot plan, views [G, B] of `src_slots`,
         `dst_slots`, `plan_start` and `plan_count`; empty in mode none."""
         rows = is_prefilling.shape[0]
-        plan = [t[:, :rows] for t in (self.src_slots, self.dst_slots, self.plan_start, self.plan_count)]
+        plan = [part[:, :rows] for part in self.plan.unbind()]
         ops.ring_commit(
             self.ring_start, self.ring_committed, *plan, self.block_tables[:, :rows], query_start_loc, query_lens,
             num_computed, num_accepted, is_prefilling, live_cols, idx_mapping, block_size=self.block_size,
@@ -260,11 +265,11 @@ class PlainStates:
         slots = torch.arange(1, 1 + max_num_reqs * each, dtype=torch.int32, device=device)
         self.own_slots = slots.view(max_num_reqs, each)
 
-    def step_slots(self, idx_mapping: Tensor) -> tuple[Tensor, Optional[Tensor]]:
-        """slots [B] that hold the states and token_slots [B, T] for the states of a step (None without drafts)."""
+    def step_slots(self, idx_mapping: Tensor, tokens: int) -> tuple[Tensor, Optional[Tensor]]:
+        """slots [B] that hold the states; token_slots [B, tokens] for those after each token, None without drafts."""
         own = self.own_slots[idx_mapping.clamp(min=0)]
         own = torch.where((idx_mapping >= 0)[:, None], own, 0)
-        return own[:, 0], own[:, 1:] if self.tokens > 1 else None
+        return own[:, 0], own[:, 1 : 1 + tokens] if self.tokens > 1 else None
 
     def accept(self, idx_mapping: Tensor, num_accepted: Tensor) -> None:
         """The state after the last accepted token of each row becomes current; 0 accepted keeps the old one.

@@ -31,7 +31,9 @@ class RequestState:
     def __init__(self, memory: ModelMemory, max_model_len: int):
         self.size, device = memory.config.max_num_seqs, memory.device
         rows = self.size + 1
-        self.num_computed, self.top_k, self.last_token = torch.zeros(3, rows, dtype=torch.int32, device=device).unbind()
+        # a storage for each, aligned: else CUDA-graph trees would copy them
+        self.num_computed, self.top_k, self.last_token = (
+            torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(3))
         self.temperature, self.top_p = torch.zeros(rows, device=device), torch.ones(rows, device=device)
         self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
         columns = -(-max_model_len // memory.config.block_size)
@@ -44,8 +46,9 @@ class RequestState:
 class HostRequests:
     """What the host knows of the requests, by index, and how much of it the device has.
 
-    num_computed: [N]. tables: [groups, N, C], of which the first `filled[group][index]` columns are in use, and the
-    device has `sent [groups, N]`. Columns that a sliding window left behind keep their block: no query looks there.
+    num_computed: [N]. tables: [groups, N, C], of which the first `filled [groups, N]` columns are in use, and the
+    device has `sent [groups, N]`; `grown` if that may be less anywhere. Columns that a sliding window left behind keep
+    their block: no query looks there.
     snapshots: by index, slots of the states that a step may read or publish, by the edge at which they stand.
     fresh: by index, whether the next step starts the state, from snapshot `fresh[index]` or, 0, from nothing.
     """
@@ -53,26 +56,25 @@ class HostRequests:
     def __init__(self, groups: int, size: int, columns: int):
         self.num_computed = np.zeros(size, np.int32)
         self.tables = np.zeros((groups, size, columns), np.int32)
-        self.filled = [[0] * size for _ in range(groups)]
-        self.sent = np.zeros((groups, size), np.int32)
+        self.filled, self.sent = np.zeros((2, groups, size), np.int32)
+        self.grown = True  # whether some table may have columns that were not sent
         self.snapshots: list[dict[int, int]] = [{} for _ in range(size)]
         self.fresh: dict[int, int] = {}
 
     def admit(self, index: int) -> None:
         """The index has a new owner, of whom the device knows nothing yet."""
-        self.tables[:, index], self.sent[:, index] = 0, 0
-        for filled in self.filled:
-            filled[index] = 0
+        self.tables[:, index], self.filled[:, index], self.sent[:, index] = 0, 0, 0
 
     def update(self, request: "Request", kinds) -> None:
         """Takes over the request's length and what its tables gained. kinds: names of the groups, in order."""
         index = request.index
         self.num_computed[index] = request.num_computed
         for group, kind in enumerate(kinds):
-            table, begin = request.tables[kind], self.filled[group][index]
+            table, begin = request.tables[kind], self.filled[group, index]
             if len(table) > begin:
                 self.tables[group, index, begin : len(table)] = table[begin:]
-                self.filled[group][index] = len(table)
+                self.filled[group, index] = len(table)
+                self.grown = True
 
 
 @dataclass
@@ -100,7 +102,7 @@ class InputBatch:
     upload: Upload
     changes: Optional[Changes] = None
     is_prefilling: Optional[Tensor] = None  # [B] bool; None: no row is
-    rows: list[tuple[int, int, bool]] = field(default_factory=list)  # host: request, tokens, prefilling; those in use
+    rows: list[tuple[int, int, bool]] = field(default_factory=list)  # host, with prompts: request, tokens, prefilling
     agreed: Optional["Agreed"] = None  # what the step does on all ranks; None: no ranks that agree
     max_seq_len: int = 0  # host: no sequence is longer, for builders that size something by it; 0: not said
     allocate: Callable[..., Tensor] = fresh_tensor  # makes what is written for the step
@@ -113,6 +115,7 @@ class InputBatch:
         if changes is not None:
             shapes["num_computed"] = (rows,)
             if changes.groups:
+                # a first column of -1: nothing new
                 shapes.update(first_cols=(changes.groups, rows), blocks=(changes.groups, rows, changes.blocks))
             if changes.edges:
                 shapes.update(snapshot_cols=(rows, changes.edges), snapshot_slots=(rows, changes.edges))
@@ -150,23 +153,27 @@ class InputBatch:
 
         prefilling: which of them prefill, None: none. more(arrays, indices): fills further arrays of the upload.
         """
-        count = len(rows)
-        flags = [False] * count if prefilling is None else prefilling
-        self.rows = [(index, len(tokens), flag) for (index, tokens), flag in zip(rows, flags, strict=True)]
+        count, tokens = len(rows), [tokens for _, tokens in rows]
+        lengths = [len(each) for each in tokens]
         arrays = self.upload.begin()
         ids, lens, indices = arrays["input_ids"], arrays["query_lens"], arrays["idx_mapping"]
-        ids.fill(0)
-        lens[count:], indices[count:], arrays["num_reqs"][0] = 0, -1, count
+        arrays["num_reqs"][0] = count
         if count:
-            lens[:count] = [length for _, length, _ in self.rows]
+            lens[:count] = lengths
             indices[:count] = [index for index, _ in rows]
-        if ids.shape[1] == 1 and count:
-            ids[:count, 0] = [tokens[0] if tokens else 0 for _, tokens in rows]
+        lens[count:], indices[count:] = 0, -1
+        if set(lengths) == {1}:
+            ids[:count, 0] = [first for first, in tokens]
+            ids[:count, 1:] = 0
         else:
-            for row, (_, tokens) in enumerate(rows):
-                ids[row, : len(tokens)] = tokens
-        arrays["prefilling"].fill(0)
-        arrays["prefilling"][:count] = flags
+            ids.fill(0)
+            for row, each in enumerate(tokens):
+                ids[row, : len(each)] = each
+        ids[count:] = 0
+        self.rows = []
+        if prefilling is not None:
+            self.rows = [(index, len(each), flag) for (index, each), flag in zip(rows, prefilling, strict=True)]
+            arrays["prefilling"][:count], arrays["prefilling"][count:] = prefilling, 0
         if more is not None:
             more(arrays, indices[:count])
         self.upload.send()
