@@ -232,3 +232,22 @@ def test_bad_keys():
     for key in ((0, 0), (9, 18), (4, 7)):
         with pytest.raises(ValueError, match="key is"):
             state.replay(key)
+
+
+@torch.no_grad()
+def test_lookback_stays_in_place():
+    """-1 at first, refilled in place by each step, -1 again for a dummy batch."""
+    _, state, _ = states()
+    at = state.lookback.data_ptr()
+    assert (state.lookback == -1).all()
+    state.warm_up(quiet=True)
+    assert (state.lookback == -1).all(), "padding has no tokens before it"
+    key = state.key(1)
+    state.fill(state.inputs(key), [(3, [5, 6])])
+    state.replay(key)
+    first = int(state.requests.host.num_computed[3])
+    depth = state.lookback.shape[1]
+    assert state.lookback[0].tolist() == [(first - 1 - j) % 61 for j in range(depth)]
+    assert (state.lookback[1:2] == -1).all()
+    state.prepare_dummy_inputs(2, 1)
+    assert (state.lookback == -1).all() and state.lookback.data_ptr() == at

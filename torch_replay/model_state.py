@@ -264,8 +264,16 @@ class DefaultModelState:
             batch.engram = self.requests.history.contexts(input_ids, batch, idx_mapping, inputs.num_reqs)
         return batch
 
+    @property
+    def lookback(self) -> Optional[Tensor]:
+        """[max rows, depth] int32: the ids before each row's first token in the last step, newest first, -1 for none
+        and in all that no step has written. None for a model without n-grams on the device."""
+        return getattr(self.requests.history, "lookback", None)
+
     def prepare_dummy_inputs(self, rows: int, tokens: int) -> InputBatch:
-        """A batch of rows of padding: it reads no request's memory and changes no state."""
+        """A batch of rows of padding: it reads no request's memory and changes no state. Clears the lookback."""
+        if self.lookback is not None:
+            self.lookback.fill_(-1)
         return InputBatch.empty(rows, tokens, self.memory.device)
 
     def prepare_attn(self, batch: Batch, inputs: InputBatch) -> None:
