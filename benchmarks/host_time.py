@@ -10,6 +10,9 @@ one waited for. All of one table are taken in one run.
 
 import argparse
 import json
+import os
+import platform
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -139,9 +142,42 @@ def time_step(step: DecodeStep, rows: list) -> dict:
     with torch.no_grad():
         result["plain_graph"] = both(captured(compile_alone(step.greedy_step, guarded=False)))
         result["trees_again"] = both(step.run["greedy"])
+    result["kernels"] = kernel_counts(step)
     trees = min(result[name]["total_us"] for name in ("trees", "trees_again"))
     result["over_plain_graph"] = trees / result["plain_graph"]["total_us"] - 1
     return result
+
+
+def kernel_counts(step: DecodeStep) -> dict[str, int]:
+    """Kernels of one step: those of this project's ops, those that Inductor generated, and others (products)."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step.run["greedy"]()
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() if event.device_type.name == "CUDA"]
+    names = [name for name in names if not name.startswith("Mem")]
+    ours = sum(bool(re.fullmatch(r"_\w+_kernel", name)) for name in names)
+    generated = sum(name.startswith("triton_") for name in names)
+    return {"all": len(names), "ops": ours, "generated": generated, "others": len(names) - ours - generated}
+
+
+def plot(results: dict, path: Path) -> None:
+    """Host time of metadata by number of requests: eager, trees, plain graph; one panel for each number of groups."""
+    from matplotlib import pyplot
+
+    labels = {"eager": "eager build", "trees": "CUDA-graph trees", "plain_graph": "graph captured by hand"}
+    counts = sorted({row["groups"] for row in results["metadata"]})
+    figure, panels = pyplot.subplots(1, len(counts), figsize=(9, 3.6), sharey=True, squeeze=False)
+    for panel, groups in zip(panels[0], counts):
+        rows = [row for row in results["metadata"] if row["groups"] == groups]
+        for name, label in labels.items():
+            panel.plot([str(row["batch"]) for row in rows], [row[name]["host_us"] for row in rows], "o-", label=label)
+        panel.set(yscale="log", xlabel="requests", title=f"{groups} KV groups")
+        panel.grid(alpha=0.3)
+    panels[0][0].set_ylabel("host time of one build, us")
+    panels[0][0].legend()
+    figure.suptitle(f"Attention metadata of a decode step, {results['device']}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
@@ -150,11 +186,18 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="the whole step of the shipped small model")
     parser.add_argument("--preset", choices=PRESETS, help="the whole step of a preset with random weights")
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, help="what was measured, as JSON")
+    parser.add_argument("--plot", type=Path, nargs=2, metavar=("JSON", "PNG"), help="draw an earlier output instead")
     options = parser.parse_args()
+    if options.plot:
+        plot(json.loads(options.plot[0].read_text()), options.plot[1])
+        return
     if not torch.cuda.is_available():
         parser.error("no CUDA device: CUDA graphs are what this measures")
-    results = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    import triton
+
+    results = {"commit": os.environ.get("TORCH_REPLAY_COMMIT"), "device": torch.cuda.get_device_name(),
+               "torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
     torch.manual_seed(0)
 
     def save():
