@@ -174,7 +174,7 @@ def plot(results: dict, path: Path) -> None:
         panel.set(yscale="log", xlabel="requests", title=f"{groups} KV groups")
         panel.grid(alpha=0.3)
     panels[0][0].set_ylabel("host time of one build, us")
-    panels[0][0].legend()
+    panels[0][0].legend(loc=(0.42, 0.28))
     figure.suptitle(f"Attention metadata of a decode step, {results['device']}")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
