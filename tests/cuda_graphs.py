@@ -1,4 +1,4 @@
-"""What tests of CUDA-graph trees share: no silent fallback, the recordings made, and what the CUDA runtime was asked."""
+"""What tests of CUDA-graph trees share: no silent fallback, recordings made, and calls of the CUDA runtime."""
 
 import contextlib
 from unittest import mock
