@@ -45,10 +45,12 @@ class Buffers(torch.nn.Module):
         self.sliced = [packed[0], packed[1]]
         woven = torch.zeros(8, 8)
         self.interleaved = [woven[::2], woven[1::2]]
+        shared = torch.zeros(6, 8)
+        self.overlapping = [shared[:3], shared[2:5]]
         self.inner = torch.nn.ModuleList([torch.nn.BatchNorm1d(8)])
 
     def tensors(self) -> list[torch.Tensor]:
-        return [self.pool, *self.kv.values(), *self.sliced, *self.interleaved, self.inner[0].running_mean]
+        return [self.pool, *self.kv.values(), *self.sliced, *self.interleaved, *self.overlapping, self.inner[0].running_mean]
 
 
 def compiled(fn, **options):
@@ -102,6 +104,14 @@ def stale(m):
     return row + before
 
 
+def stale_overlap(m):
+    """AOTAutograd makes one input of two that overlap."""
+    one, two = m.overlapping
+    row = one[0].clone()
+    bump_both(one, two, X)
+    return row + one[0] + two[0]
+
+
 def stale_put(m):
     row = m.pool[0].clone()  # Inductor drops the clone
     m.pool.index_put_((torch.arange(2),), X)
@@ -115,6 +125,7 @@ CLONING = {
     "list of slices": (lambda m: bump_all(m.sliced, X), "m.sliced[1]", 2 * 128),
     "interleaved slices": (lambda m: bump_both(*m.interleaved, X), "m.interleaved[1]", 256),
     "stale": (stale, "m.kv['swa']", 384),
+    "stale overlap": (stale_overlap, "m.overlapping[0] and m.overlapping[1]", 192),
     "dtype view": (lambda m: bump(m.pool.view(torch.int32), BITS), "m.pool", 384),
     "dtype view of a slice": (lambda m: bump(m.kv["full"][1].view(torch.int32), BITS), "m.kv['full']",
                               256 if torch.__version__ < "2.13" else 128),

@@ -3,6 +3,7 @@
 import math
 import operator
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Optional
@@ -103,16 +104,16 @@ def input_names(graph: Graph) -> dict[str, str]:
     each remains a view of the fake storage that was made for the real tensor, of which Dynamo noted the source. An
     input that was merged from several has all their names.
     """
-    sources = list(_sources())
+    by_storage = defaultdict(list)
+    for fake, name in _sources():
+        by_storage[_storage(fake)].append((_place(fake), name))
     names = {}
     for node in graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
-        if isinstance(value, torch.Tensor):
-            same_storage = [(fake, name) for fake, name in sources if _storage(fake) == _storage(value)]
-            same = [name for fake, name in same_storage if _place(fake) == _place(value)]
-            found = same[:1] or [name for _, name in same_storage]
-            if found:
-                names[node.name] = " and ".join(found)
+        found = by_storage.get(_storage(value)) if isinstance(value, torch.Tensor) else None
+        if found:
+            same = [name for place, name in found if place == _place(value)]
+            names[node.name] = same[0] if same else " and ".join(name for _, name in found)
     return names
 
 
@@ -191,7 +192,8 @@ def _to_be_cloned(node: Node) -> list[Node]:
 def _written_in_place(node: Node) -> Optional[Node]:
     """The tensor that a functional call of a mutating op returns as written, if that will be the tensor itself."""
     call, index = node.args[:2]
-    if call.target is not torch.ops.higher_order.auto_functionalized_v2:
+    if (call.target is not torch.ops.higher_order.auto_functionalized_v2
+            or not isinstance(call.args[0], torch._ops.OpOverload)):
         return None
     # the op's own results come first, one of them None if there are none
     base = index - max(1, len(call.args[0]._schema.returns))
@@ -228,5 +230,5 @@ def _storage(value: torch.Tensor) -> int:
     return value.untyped_storage()._cdata
 
 
-def _place(value: torch.Tensor) -> tuple:
-    return value.storage_offset(), value.size(), value.stride()
+def _place(value: torch.Tensor) -> tuple[int, ...]:
+    return tuple(map(_number, (value.storage_offset(), *value.size(), *value.stride())))
