@@ -181,6 +181,7 @@ class Engine:
         self.runs_ahead = (cuda if config.run_ahead is None else config.run_ahead) and not (
             config.num_spec or agreement is not None or isinstance(requests.history, HostPrefetch))
         self._launched: Optional[_Launched] = None  # ahead of its turn
+        self._failure: Optional[Exception] = None  # of a step launched ahead, for the next call to raise
         self._landed = 0.0  # when the last decode step's results came
         self.stats = Stats(self.memory, self.scheduler.prefix)
         self.compile_counts = CompileCounts()
@@ -210,6 +211,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
+        if self._failure is not None:
+            return True
         return self.scheduler.has_work or (self.agreement is not None and not self.agreement.done)
 
     def warm_up(self, sampling: bool = True, greedy: bool = True, quiet: bool = False) -> float:
@@ -275,13 +278,22 @@ class Engine:
         """One scheduling step: chunks of prompts, then one token or more for every request that decodes.
 
         If the model fails, every request of the step is put back to be computed anew from its tokens, the others keep
-        all they have, and the exception is raised again; `step` may be called again. Where ranks agree on steps, the
-        others are told and stop with a RankFailure, and there is no further step on any.
+        all they have, and the exception is raised again; `step` may be called again. Outputs that were there before
+        come first, and the next call raises. Where ranks agree on steps, the others are told and stop with a
+        RankFailure, and there is no further step on any.
         """
         outputs: list[RequestOutput] = []
         failures: list[Exception] = []
         with self._reporting():
-            self._step(outputs, failures)
+            if self._failure is not None:
+                error, self._failure = self._failure, None
+                raise error
+            try:
+                self._step(outputs, failures)
+            except Exception as error:
+                if not outputs or self.agreement is not None:
+                    raise
+                self._failure = error  # what came before it is handed out first
         if failures:
             raise failures[0]
         return outputs
@@ -314,12 +326,11 @@ class Engine:
                 raise
         if launched is None:
             return
-        error = None
         if self._may_run_ahead(launched.plan):
             try:
                 self._run_ahead(launched.plan)
-            except Exception as caught:  # that step is given up; what is under way still counts
-                error = caught
+            except Exception as error:  # that step is given up; what is under way still counts
+                self._failure = error
         try:
             self._land(launched, outputs, failures)
         except BaseException:
@@ -328,8 +339,6 @@ class Engine:
             raise
         if self._launched is not None and all(request.finished for request in self._launched.plan.decodes):
             self._launched = None  # nobody waits for it
-        if error is not None:
-            raise error
 
     def _may_run_ahead(self, plan: Plan) -> bool:
         """Whether the step after `plan` is a decode step whatever `plan` gives, but for requests that end early."""
