@@ -185,7 +185,7 @@ def test_command(capsys, tmp_path, monkeypatch):
 
 BAD_TARGETS = {
     "no device": (["small", "--device", "cuda:99"], "--device cuda:99: this machine has no such device"),
-    "no colon": (["tiny"], "TARGET tiny: expected package.module:callable or small"),
+    "no colon": (["tiny"], "TARGET tiny: expected package.module:callable, a Hugging Face model folder or small"),
     "no module": (["no_such_module:f"], "cannot import no_such_module"),
     "no name": (["audit_examples:nothing"], "audit_examples has no nothing"),
     "no callable": (["audit_examples:NOT_CALLABLE"], "is int, expected something to call"),

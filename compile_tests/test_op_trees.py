@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from cuda_graphs import STRICT, device_calls
 from harness import clone, named, raw
-from test_trees import STRICT, device_calls
 
 from torch_replay.graphs.compiled import compile_alone, mark_static
 from torch_replay.ops.registry import OPS

@@ -1,10 +1,8 @@
 """Decode steps under CUDA-graph trees: one launch a step, nothing recorded after warm-up, the eager text."""
 
-import contextlib
-from unittest import mock
-
 import pytest
 import torch
+from cuda_graphs import STRICT, device_calls, recordings
 from test_engine import RandomDrafter
 from tiny import engine, tiny_model
 
@@ -23,37 +21,11 @@ OPTIONS = {
     "snapshots_ahead": {"prefix_cache": True, "block_size": 3},
     "plain": {"num_spec": 2, "replay": False},
 }
-# every reason not to record is an error, and so is a part of the graph that cannot be recorded
-STRICT = {"triton.cudagraph_or_error": True}
 
 
 @pytest.fixture(scope="module")
 def model():
     return tiny_model(pattern=PATTERN).cuda()
-
-
-@contextlib.contextmanager
-def recordings():
-    """A list that grows with every CUDA graph that the trees record."""
-    from torch._inductor import cudagraph_trees
-
-    made, record = [], cudagraph_trees.CUDAGraphTreeManager.record_function
-
-    def counted(manager, *args, **kwargs):
-        made.append(args)
-        return record(manager, *args, **kwargs)
-
-    with mock.patch.object(cudagraph_trees.CUDAGraphTreeManager, "record_function", counted):
-        yield made
-
-
-def device_calls(work) -> dict[str, int]:
-    """How often `work` called each function of the CUDA runtime."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        work()
-        torch.cuda.synchronize()
-    return {event.key: event.count for event in profile.key_averages() if event.key.startswith("cu")}
 
 
 def warm(model, **options):

@@ -5,12 +5,14 @@ import operator
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 import torch
 from torch._guards import TracingContext
-from torch._inductor.graph import GraphLowering
 from torch.fx import Graph, Node
+
+if TYPE_CHECKING:
+    from torch._inductor.graph import GraphLowering
 
 ALLOCATION = re.compile(r"= empty_strided\w*\(\(([^)]*)\), \([^)]*\), torch\.(\w+)")
 CLONED = "cloned at every step, though it is written"
@@ -65,7 +67,7 @@ def clones_left(graph: Graph, mutated: Collection[str], known: Collection[str] =
     return found
 
 
-def large_allocations(lowering: GraphLowering, code: str, least: int, known: list[Clone]) -> list[Clone]:
+def large_allocations(lowering: "GraphLowering", code: str, least: int, known: list[Clone]) -> list[Clone]:
     """Allocations in `code`, but for the `known` clones, with dtype and size of a mutated input or of its storage.
 
     least: bytes of such an input.

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch._inductor.compile_fx import compile_fx
 
 from .passes import NoCacheClones
 
@@ -49,6 +48,8 @@ class _Direct:
                                       options=filters or None)
 
     def backend(self, graph, inputs, **_):
+        from torch._inductor.compile_fx import compile_fx  # takes seconds, and who makes a step need not compile it
+
         made = compile_fx(graph, inputs, config_patches=self.options)
 
         def run(*tensors):

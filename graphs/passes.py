@@ -10,9 +10,6 @@ from unittest import mock
 import torch
 from torch._dynamo.utils import ReinplaceCounters
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch._inductor.fx_passes import post_grad
-from torch._inductor.fx_passes.reinplace import reinplace_inplaceable_ops
-from torch._inductor.fx_utils import FakeTensorUpdater
 from torch.fx import Graph, GraphModule, Node
 
 from . import audit_code, audit_finding
@@ -70,6 +67,11 @@ def settled(graph: Graph) -> Graph:
     The one that then puts clones and mutating ops into the graph traces each of them and takes as long as all the rest
     of a compilation without generated kernels; `clones_left` reads the decisions that it follows.
     """
+    # imported here, for it takes seconds, and who makes a step need not compile it
+    from torch._inductor.fx_passes import post_grad
+    from torch._inductor.fx_passes.reinplace import reinplace_inplaceable_ops
+    from torch._inductor.fx_utils import FakeTensorUpdater
+
     copied = Graph()
     copied.output(copied.graph_copy(graph, {}))
     module = GraphModule(graph.owning_module, copied)

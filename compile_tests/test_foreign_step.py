@@ -7,6 +7,7 @@ import contextlib
 
 import pytest
 import torch
+from cuda_graphs import STRICT, device_calls
 from harness import assert_close
 from mini_step import MiniStep, batches
 
@@ -17,8 +18,6 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 ROWS, EMPTY = 4, 1
 COLUMNS = 80  # blocks of a sequence, for as many steps as the tests make
-# no reason to run without a graph passes unnoticed, and no part of a graph is run beside it
-STRICT = {"triton.cudagraph_or_error": True, "graph_partition": False}
 
 
 class Step(torch.nn.Module):
@@ -45,7 +44,7 @@ class Step(torch.nn.Module):
 
 
 class Trees:
-    """A compiled `Step`, and what the trees have done with it since. `calls` run it as a serving loop would."""
+    """A compiled `Step`, the same in eager, and what the trees have recorded of the former."""
 
     def __init__(self, device: str):
         self.cuda, self.module, self.eager = device == "cuda", Step(device), MiniStep(columns=COLUMNS, device=device)
@@ -55,7 +54,8 @@ class Trees:
 
     def compile(self) -> None:
         how = {"options": {"post_grad_custom_post_pass": NoCacheClones(),
-                           **torch._inductor.list_mode_options("reduce-overhead")}} if self.cuda else {}
+                           **torch._inductor.list_mode_options("reduce-overhead"), "graph_partition": False}}
+        how = how if self.cuda else {}
         self.run = torch.compile(self.module, fullgraph=True, dynamic=False,
                                  backend="inductor" if self.cuda else "aot_eager", **how)
 
@@ -105,14 +105,6 @@ def test_steps(trees):
     trees.check_caches()
     assert trees.recorded() == 0 and not trees.watch.skips and trees.watch.partitions == 1
     assert torch._dynamo.utils.counters["inductor"]["cudagraph_recorded_non_static_inputs"] == trees.watch._copied
-
-
-def device_calls(work) -> dict[str, int]:
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        work()
-        torch.cuda.synchronize()
-    return {event.key: event.count for event in profile.key_averages() if event.key.startswith("cu")}
 
 
 @pytest.mark.parametrize("trees", [pytest.param("cuda", marks=GPU)], indirect=True)
