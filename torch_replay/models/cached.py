@@ -143,7 +143,7 @@ def _prefill_mamba2(mixer, states, place, h, batch):
     _append_conv(states, place, raw, batch)
     real = _real_tokens(h, batch)[..., None]
     y, final = mixer.core(x, torch.where(real, mixer.step_sizes(dt), 0.0), B, C,
-                          _initial_state(states, place, batch))
+                          _initial_state(states, place, batch), ops.ssd_prefill)
     _store_state(states, place, final, batch)
     return mixer.output(mixer.gate(y, z))
 
@@ -155,7 +155,7 @@ def _prefill_gdn(mixer, states, place, h, batch):
     _append_conv(states, place, raw, batch)
     real = _real_tokens(h, batch)[..., None]
     g, beta = (torch.where(real, value, 0.0) for value in mixer.decays(a, b))
-    o, final = mixer.core(q, k, v, g, beta, _initial_state(states, place, batch))
+    o, final = mixer.core(q, k, v, g, beta, _initial_state(states, place, batch), ops.delta_prefill)
     _store_state(states, place, final, batch)
     return mixer.output(o, z)
 
