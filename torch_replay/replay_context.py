@@ -196,11 +196,10 @@ class ReplayContext:
         copied = torch.where((src > 0) & (src != dst), dst, 0)
         for pool in self.block_copy_tensors()[:-2]:
             ops.copy_slots(pool, src, copied, self.layer_group, every_row)
-        fresh = torch.where(src > 0, 0, dst)
-        for layer, group in enumerate(self.group_of):
-            zero_slots(self.state[layer], fresh[group])
-            if self.state_scale is not None:
-                zero_slots(self.state_scale[layer], fresh[group])
+        fresh = torch.where(src > 0, 0, dst)[self.layer_group.long()]
+        zero_slots(self.state, fresh)
+        if self.state_scale is not None:
+            zero_slots(self.state_scale, fresh)
         ops.ring_reset(self.ring_start, self.ring_committed, tables, src_cols, dst_cols, idx_mapping)
 
     def postprocess(
@@ -299,12 +298,12 @@ def allocate_conv_ring(spec: StateLayer, layers: int, slots: int, device) -> Ten
 
 
 def zero_slots(pool: Tensor, slots: Tensor) -> None:
-    """pool [S, ...] is zeroed at slots [n]; null slots keep their bytes. No host sync."""
+    """pool [L, S, ...] is zeroed at slots [L, n] of each layer; null slots keep their bytes. No host sync."""
     if pool.dtype in EIGHT_BIT:
         pool = pool.view(torch.uint8)
-    real = (slots > 0).view(-1, *[1] * (pool.dim() - 1))
-    at = slots.long()
-    pool[at] = torch.where(real, 0, pool[at])
+    real = (slots > 0).view(*slots.shape, *[1] * (pool.dim() - 2))
+    at = torch.arange(len(slots), device=slots.device)[:, None], slots.long()
+    pool.index_put_(at, torch.where(real, 0, pool[at]))
 
 
 def _slot_at(tables: Tensor, cols: Tensor, idx_mapping: Optional[Tensor]) -> Tensor:
