@@ -189,13 +189,12 @@ class CompileWatch:
     def _backend(self, graph: torch.fx.GraphModule, inputs: list) -> Callable:
         self.graphs += 1
         self.on_cuda |= any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs)
-        names = [_source(node) for node in graph.graph.nodes if node.op == "placeholder"]
         generate, missed_before = GraphLowering.codegen, ReinplaceCounters.get_total_missed_bytes()
 
         def codegen(lowering):
             code = generate(lowering)
-            found = clones_left(lowering, names)
-            found += large_allocations(lowering, names, code[0].value, self.cache_bytes, found)
+            found = clones_left(lowering.module.graph, lowering.mutated_inputs)
+            found += large_allocations(lowering, code[0].value, self.cache_bytes, found)
             for clone in found:
                 self._note_clone(Finding.at(clone.message, *last_place(clone.trace), tensor=clone.tensor,
                                             bytes=clone.bytes))
@@ -233,12 +232,3 @@ class CompileWatch:
         if finding not in findings:
             findings.append(finding)
 
-
-def _source(node: torch.fx.Node) -> str:
-    """A graph input as the source code names it: `self.cache` for Dynamo's L['self'].cache."""
-    source = getattr(node.meta.get("grapharg"), "source", None)
-    try:
-        name = source.name if isinstance(source.name, str) else source.name()
-    except Exception:
-        return node.name
-    return re.sub(r"\b[LG]\['(\w+)'\]", r"\1", name)

@@ -6,35 +6,68 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch._inductor.compile_fx import compile_fx
+
+from .passes import NoCacheClones
 
 _serial = itertools.count()
 
 
-def compile_alone(method, *, cuda: bool = False, guarded: bool = True, dynamic: bool = False,
+def compile_alone(method, *, cuda: bool = False, guarded: bool = True, direct: bool = False, dynamic: bool = False,
                   backend: str = "inductor"):
     """`torch.compile(fullgraph=True)` of a bound method with a code object of its own.
 
-    Dynamo keeps compiled variants, eight at most, per code object; two steps of other sizes must not share them.
+    Dynamo keeps compiled variants, eight at most, per code object; two steps of other sizes must not share them. It
+    fails if functionalisation leaves a clone of a tensor that the step writes, see `passes.NoCacheClones`.
 
     cuda: `mode="reduce-overhead"`, CUDA-graph trees, as one graph or, with a warning, none: no silent partitions.
     guarded: False leaves out Dynamo's guards, whose cost grows with the number of modules. That is for steps that take
     nothing but their own object's tensors, which may be replaced by others of the same kind, and whose other attributes
-    never change.
+    never change. direct: the first call that compiles is the last that goes through Dynamo; later ones hand the same
+    tensors to what the backend made. So none may be replaced any more, and the method returns a tensor or None.
     """
     function = method.__func__
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_serial)}")
     own = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
-    options = {}
+    options = {"post_grad_custom_post_pass": NoCacheClones()} if backend == "inductor" else {}
     if cuda:
         options.update(torch._inductor.list_mode_options("reduce-overhead"), graph_partition=False)
-    if not guarded:
-        options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
-    return torch.compile(types.MethodType(own, method.__self__), fullgraph=True, dynamic=dynamic, backend=backend,
-                         options=options or None)
+    filters = {} if guarded else {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    bound = types.MethodType(own, method.__self__)
+    if direct:
+        return _Direct(bound, options, filters, dynamic)
+    options.update(filters)
+    return torch.compile(bound, fullgraph=True, dynamic=dynamic, backend=backend, options=options or None)
+
+
+class _Direct:
+    """See `compile_alone`. Calls Dynamo until it has compiled, then the backend's callable with the same tensors."""
+
+    def __init__(self, bound, options: dict, filters: dict, dynamic: bool):
+        self.options, self.made, self.inputs = options, None, ()
+        self.compiled = torch.compile(bound, fullgraph=True, dynamic=dynamic, backend=self.backend,
+                                      options=filters or None)
+
+    def backend(self, graph, inputs, **_):
+        made = compile_fx(graph, inputs, config_patches=self.options)
+
+        def run(*tensors):
+            self.made, self.inputs = made, tensors
+            return made(*tensors)
+
+        return run
+
+    def __call__(self):
+        if self.made is None:
+            return self.compiled()
+        out = self.made(*self.inputs)
+        return out[0] if out else None
 
 
 def forget_compiled(compiled) -> None:
     """Drops what Dynamo keeps for a function that `compile_alone` made, and with it the recordings."""
+    if isinstance(compiled, _Direct):
+        compiled.made, compiled.inputs, compiled = None, (), compiled.compiled
     torch._dynamo.eval_frame.remove_from_cache(torch._dynamo.eval_frame.innermost_fn(compiled))
 
 

@@ -67,6 +67,7 @@ class DecodeStep:
         self.rows, self.tokens = rows, tokens
         self.compiled, self.guarded = compiled, guarded
         self.inputs = state.decode_inputs(rows, tokens)
+        self.inputs.upload.records = False
         self.download = Download((rows, tokens + 2), torch.int32, self.inputs.upload.buffer.device)
         bind = (lambda function: function) if packed is None else packed.bind
         self._routes = {route: bind(getattr(self, f"_{route}")) for route in ROUTES}
@@ -76,13 +77,15 @@ class DecodeStep:
     def compile(self) -> None:
         """Makes the routes anew: what compiled before, and its recordings, is let go."""
         steps = {"greedy": self.greedy_step, "sampled": self.sampled_step}
+        state, upload = self.state, self.inputs.upload
+        mark_static(state, state.requests, upload, state.memory, *state.memory.states.values())
+        if state.requests.history is not None:
+            mark_static(state.requests.history)
         if self.compiled:
-            cuda = self.inputs.upload.buffer.is_cuda
-            memory = self.state.memory
-            mark_static(self.state, self.state.requests, self.inputs.upload, memory, *memory.states.values())
-            if self.state.requests.history is not None:
-                mark_static(self.state.requests.history)
-            steps = {route: compile_alone(step, cuda=cuda, guarded=self.guarded) for route, step in steps.items()}
+            cuda = upload.buffer.is_cuda
+            direct = cuda and not self.guarded
+            steps = {route: compile_alone(step, cuda=cuda, guarded=self.guarded, direct=direct)
+                     for route, step in steps.items()}
         self.run = steps
 
     def greedy_step(self) -> Tensor:
@@ -136,7 +139,10 @@ class DecodeStep:
             history.prefetch(rows, self.rows, self.tokens, keep=True)
         if self.download.pinned:
             torch.compiler.cudagraph_mark_step_begin()
-        return Flight(self, rows, self.download.start(self.run[route]()))
+        ticket = self.download.start(self.run[route]())
+        if self.download.pinned:
+            self.inputs.upload.sent_before(self.download.event)
+        return Flight(self, rows, ticket)
 
     def land(self, flight: Flight) -> DecodeOutput:
         """What `Flight.result` gives, once."""
@@ -177,8 +183,9 @@ def commit(state: DefaultModelState, batch: Batch, inputs: InputBatch, accepted:
     by_row = torch.where(idx_mapping >= 0, by_row, -1)
     for states in state.memory.states.values():
         if isinstance(states, ReplayContext):
+            live_cols = torch.full_like(by_row, states.live_col)
             states.postprocess(batch.first, accepted, is_prefilling, inputs.num_reqs, query_lens=batch.query_lens,
-                               live_cols=states.live_cols[:rows], idx_mapping=by_row)
+                               live_cols=live_cols, idx_mapping=by_row)
         else:
             # a prefill leaves its state in the current slot
             states.accept(idx_mapping, torch.where(is_prefilling, 0, accepted))

@@ -31,6 +31,7 @@ class Upload:
         self._arrays = [{name: self._part(memory, name).numpy() for name in shapes} for memory in self._staging]
         self._copied = [torch.cuda.Event() for _ in self._staging] if self.pinned else []
         self._turn = 0
+        self.records = True  # an event costs the host several microseconds
 
     def __contains__(self, name: str) -> bool:
         return name in self.places
@@ -54,7 +55,12 @@ class Upload:
         """Copies the arrays of the last `begin`, in the order of the current stream."""
         if self.pinned:
             self.buffer.copy_(self._staging[self._turn], non_blocking=True)
-            self._copied[self._turn].record()
+            if self.records:
+                self._copied[self._turn].record()
+
+    def sent_before(self, event) -> None:
+        """For an owner that set `records` to False: `event` was recorded after the last `send`."""
+        self._copied[self._turn] = event
 
 
 class Download:
@@ -74,6 +80,11 @@ class Download:
         if self.pinned:
             self._copied[self._turn].record()
         return self._turn
+
+    @property
+    def event(self):
+        """Recorded when the last `start` had begun its copy."""
+        return self._copied[self._turn]
 
     def wait(self, ticket: int) -> np.ndarray:
         """What `start` was given; valid until IN_FLIGHT further copies have begun."""

@@ -55,13 +55,13 @@ class StaleCache:
 
 
 class ViewedCache:
-    """A cache written under another dtype: the view does not write through once functionalised."""
+    """A cache written under another dtype: cloned by torch 2.11, copied onto itself by 2.13."""
 
     def __init__(self):
         self.rows, self.bits = torch.zeros(64, 32), torch.zeros(64, 32, dtype=torch.int32)
 
     def step(self, x: Tensor) -> None:
-        add_both(self.rows.view(torch.int32), self.bits, x.int())  # line of dtype
+        add_both(self.rows.view(torch.int32), self.bits, x[0].int())  # line of dtype
 
 
 class Counting:

@@ -314,6 +314,7 @@ def traces(draw):
         "ring_len": window + tokens + draw(st.integers(0, 7)), "state_block_size": draw(st.sampled_from(divisors)),
         "num_snapshots": draw(st.integers(2, 20)), "max_num_seqs": draw(st.integers(2, 4)),
         "chunk_size": draw(st.integers(3, 40)), "prefill_rows": draw(st.integers(1, 3)), "max_model_len": longest + 1,
+        "run_ahead": draw(st.booleans()),
         "num_blocks": 1 + -(-longest // block) + draw(st.integers(0, 3)) + (1 if block > 1 else tokens),
     }
 

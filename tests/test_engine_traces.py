@@ -52,6 +52,7 @@ def traces(draw):
             "ring_len": window + tokens + draw(st.integers(0, 9)), "replay": draw(st.sampled_from([True, True, False])),
             "max_num_seqs": draw(st.integers(2, 4)), "chunk_size": draw(st.integers(1, 24)),
             "prefill_budget": draw(st.integers(1, 40)), "prefill_rows": draw(st.integers(1, 3)),
+            "run_ahead": draw(st.booleans()),
             "num_blocks": 1 + -(-longest // block) + draw(st.integers(0, 4)) + (1 if block > 1 else tokens),
         },
     }

@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "Engine": "engine", "EngineConfig": "engine", "RequestOutput": "engine", "SamplingParams": "request",
     "ReplayContext": "replay_context", "DefaultModelState": "model_state", "ReplayModelState": "model_state",
+    "SpecializedDecodeModelState": "specialized_decode",
     "HybridConfig": "models", "HybridModel": "models", "StepAgreement": "parallel", "RankFailure": "parallel",
 }
 __all__ = ["ops", "set_backend", *_LAZY]

@@ -39,6 +39,7 @@ def decode_target(engine, prompts, params) -> tuple[Callable, Callable]:
     with compiled=False: the audit compiles.
     """
     route = "sampled" if params.temperature else "greedy"
+    engine.steps = [engine.decode]  # the largest, for every step
     engine.warm_up(sampling=route == "sampled", greedy=route == "greedy")
 
     def drive(call: Callable) -> None:

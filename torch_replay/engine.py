@@ -55,7 +55,7 @@ class EngineConfig:
     exact_decoder_replay: a model with `decoder_replay_layers` prefills as many tokens there as make no difference.
 
     decode_sizes: rows of the compiled decode steps, of which each step uses the smallest that holds its requests. None:
-    on a GPU 1, 2, 4, ... up to max_num_seqs, elsewhere max_num_seqs alone. With num_spec each comes with and without
+    on a GPU 1, 4, 16, ... and max_num_seqs, elsewhere max_num_seqs alone. With num_spec each comes with and without
     drafts on a GPU. run_ahead: launch a decode step before the results of the last one are there, where nothing but the
     end of a request could depend on them: without drafts, prompts and ranks. None: on a GPU.
 
@@ -176,7 +176,8 @@ class Engine:
         else:
             self.state = DefaultModelState(self.memory, requests)
         cuda = self.memory.device.type == "cuda"
-        packed = pack_parameters(model) if config.compiled and cuda else None
+        # decode steps write no buffer of the model
+        packed = pack_parameters(model, call=lambda: None) if config.compiled and cuda else None
         self.steps = [DecodeStep(model, self.state, rows, width, config.compiled, packed, guarded=not cuda)
                       for rows, width in self._step_sizes(tokens, cuda)]
         self.decode = self.steps[-1]
@@ -207,7 +208,7 @@ class Engine:
     def _step_sizes(self, tokens: int, cuda: bool) -> list[tuple[int, int]]:
         """Rows and tokens of the decode steps, from the smallest to the largest."""
         most = self.config.max_num_seqs
-        rows = self.config.decode_sizes or ([1 << i for i in range(most.bit_length()) if 1 << i < most] if cuda else [])
+        rows = self.config.decode_sizes or ([size for size in (1, 4, 16, 64, 256) if size < most] if cuda else [])
         widths = {1, tokens} if cuda else {tokens}
         return [(size, width) for width in sorted(widths) for size in sorted({*rows, most})]
 

@@ -169,12 +169,11 @@ class DefaultModelState:
     def _fill_tables(self, changes: Changes, arrays: dict[str, np.ndarray], index: np.ndarray) -> None:
         """Columns that the tables gained, mostly none."""
         host, last = self.requests.host, self.requests.host.tables.shape[2] - 1
-        sent = host.sent[:, index]
-        filled = host.filled[:, index]
-        gained = np.ones_like(sent, bool) if changes.whole else filled > sent
         arrays["first_cols"].fill(-1)
-        if not gained.any():
+        if not (host.grown or changes.whole):
             return
+        sent, filled = host.sent[:, index], host.filled[:, index]
+        gained = np.ones_like(sent, bool) if changes.whole else filled > sent
         first = np.zeros_like(sent) if changes.whole else sent
         for request in index[(filled - first > changes.blocks).any(0)]:  # the prompt was computed elsewhere
             self.requests.kv_tables[:, request].copy_(torch.from_numpy(host.tables[:, request]))
@@ -184,6 +183,7 @@ class DefaultModelState:
         arrays["first_cols"][row, group] = begin
         arrays["blocks"][row, group] = host.tables[group[:, None], index[row][:, None], cols]
         host.sent[:, index] = filled
+        host.grown = bool((host.filled > host.sent).any())
 
     def _fill_snapshots(self, changes: Changes, arrays: dict[str, np.ndarray], index: np.ndarray) -> None:
         """Snapshot columns that the step may read or publish, null where there is no snapshot. Beyond a table's end,

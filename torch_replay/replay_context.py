@@ -79,7 +79,8 @@ class ReplayContext:
         request_tables: [G, max_num_reqs, C] and block_tables: [G, max_num_reqs, C] int32, slot ids.
         live_col, live_cols: the last column, where an engine whose live states never move may keep them; [max_num_reqs]
             int32, the same by request.
-        src_slots, dst_slots, plan_start, plan_count: [G, max_num_reqs] int32, the last step's snapshot plan.
+        plan: [4, G, max_num_reqs] int32, the last step's snapshot plan: src_slots, dst_slots, plan_start, plan_count.
+            One tensor, since every input of a compiled step costs the host microseconds.
     """
 
     @classmethod
@@ -115,8 +116,7 @@ class ReplayContext:
         self.request_tables, self.block_tables = (torch.zeros(table, dtype=torch.int32, device=device) for _ in "rb")
         self.live_col = columns - 1
         self.live_cols = torch.full((max_num_reqs,), columns - 1, dtype=torch.int32, device=device)
-        self.src_slots, self.dst_slots, self.plan_start, self.plan_count = (
-            torch.zeros(table[:2], dtype=torch.int32, device=device) for _ in range(4))
+        self.plan = torch.zeros(4, *table[:2], dtype=torch.int32, device=device)
         self.A = None
         self.warmed_signature = None  # of the pools that `warm_up_materializer` ran on
         self.initialize_ring_trackers(KVCacheConfig(num_slots, device))
@@ -148,6 +148,11 @@ class ReplayContext:
             return
         shape = (len(self.groups), slots)
         self.ring_start, self.ring_committed = (torch.zeros(shape, dtype=torch.int32, device=device) for _ in "sc")
+
+    src_slots = property(lambda self: self.plan[0])
+    dst_slots = property(lambda self: self.plan[1])
+    plan_start = property(lambda self: self.plan[2])
+    plan_count = property(lambda self: self.plan[3])
 
     def bind_decay(self, A: Tensor) -> None:
         """A of every layer, [L, H] float32, which Mamba-2 snapshots need."""
@@ -226,7 +231,7 @@ class ReplayContext:
         """The first part of `postprocess`: moves cursors. Returns the snapshot plan, views [G, B] of `src_slots`,
         `dst_slots`, `plan_start` and `plan_count`; empty in mode none."""
         rows = is_prefilling.shape[0]
-        plan = [t[:, :rows] for t in (self.src_slots, self.dst_slots, self.plan_start, self.plan_count)]
+        plan = [part[:, :rows] for part in self.plan.unbind()]
         ops.ring_commit(
             self.ring_start, self.ring_committed, *plan, self.block_tables[:, :rows], query_start_loc, query_lens,
             num_computed, num_accepted, is_prefilling, live_cols, idx_mapping, block_size=self.block_size,
@@ -298,12 +303,17 @@ def allocate_conv_ring(spec: StateLayer, layers: int, slots: int, device) -> Ten
 
 
 def zero_slots(pool: Tensor, slots: Tensor) -> None:
-    """pool [L, S, ...] is zeroed at slots [L, n] of each layer; null slots keep their bytes. No host sync."""
+    """pool [L, S, ...] is zeroed at slots [L, n]; null slots keep their bytes. No host sync.
+
+    One write to the pool itself: compiled, one to the slice of a layer or to a view of another dtype copies it whole.
+    """
+    at = torch.arange(pool.shape[0], device=pool.device)[:, None], slots.long()
+    real, values = (slots > 0).view(*slots.shape, *[1] * (pool.dim() - 2)), pool[at]
     if pool.dtype in EIGHT_BIT:
-        pool = pool.view(torch.uint8)
-    real = (slots > 0).view(*slots.shape, *[1] * (pool.dim() - 2))
-    at = torch.arange(len(slots), device=slots.device)[:, None], slots.long()
-    pool.index_put_(at, torch.where(real, 0, pool[at]))
+        values = torch.where(real, 0, values.view(torch.uint8)).view(pool.dtype)
+    else:
+        values = torch.where(real, 0, values)
+    pool.index_put_(at, values)
 
 
 def _slot_at(tables: Tensor, cols: Tensor, idx_mapping: Optional[Tensor]) -> Tensor:

@@ -47,7 +47,8 @@ class HostRequests:
     """What the host knows of the requests, by index, and how much of it the device has.
 
     num_computed: [N]. tables: [groups, N, C], of which the first `filled [groups, N]` columns are in use, and the
-    device has `sent [groups, N]`. Columns that a sliding window left behind keep their block: no query looks there.
+    device has `sent [groups, N]`; `grown` if that may be less anywhere. Columns that a sliding window left behind keep
+    their block: no query looks there.
     snapshots: by index, slots of the states that a step may read or publish, by the edge at which they stand.
     fresh: by index, whether the next step starts the state, from snapshot `fresh[index]` or, 0, from nothing.
     """
@@ -56,6 +57,7 @@ class HostRequests:
         self.num_computed = np.zeros(size, np.int32)
         self.tables = np.zeros((groups, size, columns), np.int32)
         self.filled, self.sent = np.zeros((2, groups, size), np.int32)
+        self.grown = True  # whether some table may have columns that were not sent
         self.snapshots: list[dict[int, int]] = [{} for _ in range(size)]
         self.fresh: dict[int, int] = {}
 
@@ -72,6 +74,7 @@ class HostRequests:
             if len(table) > begin:
                 self.tables[group, index, begin : len(table)] = table[begin:]
                 self.filled[group, index] = len(table)
+                self.grown = True
 
 
 @dataclass
@@ -162,21 +165,23 @@ class InputBatch:
         lengths = [len(each) for each in tokens]
         arrays = self.upload.begin()
         ids, lens, indices = arrays["input_ids"], arrays["query_lens"], arrays["idx_mapping"]
-        lens[count:], indices[count:], arrays["num_reqs"][0] = 0, -1, count
-        ids.fill(0)
+        arrays["num_reqs"][0] = count
         if count:
             lens[:count] = lengths
             indices[:count] = [index for index, _ in rows]
-        if max(lengths, default=0) == 1 == min(lengths, default=0):
+        lens[count:], indices[count:] = 0, -1
+        if set(lengths) == {1}:
             ids[:count, 0] = [first for first, in tokens]
+            ids[:count, 1:] = 0
         else:
+            ids.fill(0)
             for row, each in enumerate(tokens):
                 ids[row, : len(each)] = each
+        ids[count:] = 0
         self.rows = []
-        arrays["prefilling"].fill(0)
         if prefilling is not None:
             self.rows = [(index, len(each), flag) for (index, each), flag in zip(rows, prefilling, strict=True)]
-            arrays["prefilling"][:count] = prefilling
+            arrays["prefilling"][:count], arrays["prefilling"][count:] = prefilling, 0
         if more is not None:
             more(arrays, indices[:count])
         self.upload.send()

@@ -201,7 +201,7 @@ class _Metadata:
         if state.requests.history is not None:
             mark_static(state.requests.history)
         cuda = self.inputs.upload.buffer.is_cuda
-        self.run = compile_alone(self.fill_tensors, cuda=cuda, guarded=not cuda)
+        self.run = compile_alone(self.fill_tensors, cuda=cuda, guarded=not cuda, direct=cuda)
         # on a GPU the first call runs in the graphs' memory pool, the second records, the third replays
         for _ in range(3 if cuda else 1):
             self.run()

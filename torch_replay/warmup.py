@@ -21,8 +21,7 @@ from .progress import shown
 from .replay_context import ReplayContext
 
 # what a step overwrites in a context besides its slots
-PLAN = ("src_slots", "dst_slots", "plan_start", "plan_count")
-TABLES = ("request_tables", "block_tables", "live_cols", *PLAN)
+TABLES = ("request_tables", "block_tables", "live_cols", "plan")
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -173,7 +172,7 @@ def warm_up_lifecycle(context: ReplayContext) -> None:
     if not slots:
         return
     scratch = copy.copy(context)
-    for name in ("block_tables", *PLAN):
+    for name in ("block_tables", "plan"):
         live = getattr(context, name)
         setattr(scratch, name, live.new_empty_strided(live.shape, live.stride()).zero_())
     device = scratch.block_tables.device
@@ -215,7 +214,7 @@ def warm_up_materializer(contexts: Union[ReplayContext, Iterable[ReplayContext]]
             scratch = copy.copy(context)
             if scratch.A is None:
                 scratch.A = torch.zeros(context.state.shape[0], context.spec.heads, device=context.state.device)
-            plan = [torch.zeros_like(getattr(context, name)) for name in PLAN]
+            plan = list(torch.zeros_like(context.plan).unbind())
             scratch.materialize([*plan[:3], plan[3].fill_(-1)], torch.full_like(context.live_cols, -1))
         context.warmed_signature = signature
     return launches
