@@ -112,8 +112,8 @@ class PrefillStep:
         self.state.fill(self.inputs, rows, [True] * len(rows), before)
         height = 1 if graph == "one" else max(len(rows), 2)
         width = max(FEWEST_TOKENS, *(len(tokens) for _, tokens in rows))
-        # a tensor of its own: of a view, the sizes of the whole buffer would count too
-        ids = self.inputs.input_ids[:height, :width].clone()
+        # a tensor of its own: of a view, the sizes of the whole buffer would count too, as would its strides
+        ids = self.inputs.input_ids[:height, :width].clone(memory_format=torch.contiguous_format)
         torch._dynamo.mark_dynamic(ids, [0, 1] if height > 1 else 1)
         with self.watch(("prefill", graph)):
             samples, hidden = self.run[graph](ids)

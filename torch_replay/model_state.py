@@ -257,7 +257,8 @@ class DefaultModelState:
                 state_slots[family] = conv_slots[family] = table[0, :, states.live_col]
                 token_slots[family] = None
             else:
-                state_slots[family], token_slots[family] = states.step_slots(idx_mapping, tokens)
+                by_token = tokens if inputs.is_prefilling is None else None
+                state_slots[family], token_slots[family] = states.step_slots(idx_mapping, by_token)
                 conv_slots[family] = torch.where(idx_mapping >= 0, idx_mapping + 1, 0)
         batch = Batch(input_ids, positions, positions.view(rows, tokens)[:, 0], seq_lens, query_start_loc, query_lens,
                       conv_slots, state_slots, token_slots, allocate=inputs.allocate)
