@@ -289,11 +289,14 @@ def test_decode_step(pattern, route, options):
     assert len(graph.find_nodes(op="placeholder")) > 20
 
 
-@pytest.mark.parametrize("pattern, _, options", [STEPS["plain"], STEPS["snapshots"]], ids=["plain", "snapshots"])
-def test_prefill_step(pattern, _, options):
-    """So does a step of prompt chunks, with sizes that are symbols, the reset of new slots included."""
+def lower_prefill_step(pattern, **options) -> Graph:
     runner = engine(tiny_model(pattern=pattern), compiled_prefill=True, **options)
-    graph = lowered(lambda: runner.prefill_step([(1, [3, 4, 5]), (2, [6])], [[], []]))
+    return lowered(lambda: runner.prefill_step([(1, [3, 4, 5]), (2, [6])], [[], []]))
+
+
+def test_prefill_step():
+    """So does a step of prompt chunks, with sizes that are symbols, the reset of new slots included."""
+    graph = lower_prefill_step(("mamba2", "gdn", "swa"), prefix_cache=True, state_block_size=3)
     assert len(graph.find_nodes(op="placeholder")) > 20
 
 
@@ -304,7 +307,7 @@ def test_prefill_step_that_clones(monkeypatch):
 
     monkeypatch.setattr(cached, "_write_slots", sliced)
     with pytest.raises(AssertionError, match=r"CacheCloned: .*states.*state"):
-        test_prefill_step(("mamba2",), "", {})
+        lower_prefill_step(("mamba2",))
 
 
 def test_decode_step_that_clones(monkeypatch):
