@@ -55,11 +55,11 @@ def graphs(monkeypatch) -> Recording:
 
 
 def sweep(runner) -> list:
-    """Rows 1 to 4, prompts of one token and of several chunks, prompts seen before, sampled text, and log
+    """One row to four, prompts of one token and of several chunks, prompts seen before, sampled text, and log
     probabilities: (token ids, log probabilities or None) of each request."""
     generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(1, 61, (n,), generator=generator).tolist() for n in (33, 1, 17, 2)]
-    rounds = [(prompts[:count], PARAMS) for count in (1, 2, 3, 4)]
+    prompts = [torch.randint(1, 61, (n,), generator=generator).tolist() for n in (21, 1, 17, 2)]
+    rounds = [(prompts[:count], PARAMS) for count in (4, 3, 1)]
     rounds += [([prompts[0] + [5, 6], prompts[2]], replace(PARAMS, temperature=1.0, seed=3)),
                (prompts[1:3], replace(PARAMS, prompt_logprobs=True))]
     return [(output.token_ids, output.prompt_logprobs) for each, params in rounds
@@ -130,7 +130,7 @@ def test_where_prefill_stays_eager(monkeypatch):
 def test_padding_is_inert(graphs, graph, options):
     """A prompt of one token, padded by a second one and by a row: memory is what the eager step leaves, and what
     belongs to nobody, the null slot included, keeps its bytes."""
-    model, left = tiny_model(pattern=PATTERN), []
+    model, left = tiny_model(pattern=PATTERN[:3]), []
     for compiled in (True, False):
         runner = engine(model, compiled_prefill=compiled, **options)
         memory, requests = runner.memory, runner.state.requests
