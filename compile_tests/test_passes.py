@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch_replay import ops
 from torch_replay.graphs.audit_code import clones_left
 from torch_replay.graphs.passes import CacheCloned, NoCacheClones, settled, written_inputs
+from torch_replay.models import cached
 from torch_replay.replay_context import ReplayContext, StateGroup, StateLayer
 
 _LIBRARY = torch.library.Library("torch_replay_passes", "FRAGMENT")
@@ -297,6 +298,27 @@ def test_decode_step(pattern, route, options):
     """The engine's decode step writes every cache, cursor and table in place: no input at all is cloned."""
     graph = lower_decode_step(pattern, route, **options)
     assert len(graph.find_nodes(op="placeholder")) > 20
+
+
+def lower_prefill_step(pattern, **options) -> Graph:
+    runner = engine(tiny_model(pattern=pattern), compiled_prefill=True, **options)
+    return lowered(lambda: runner.prefill_step([(1, [3, 4, 5]), (2, [6])], [[], []]))
+
+
+def test_prefill_step():
+    """So does a step of prompt chunks, with sizes that are symbols, the reset of new slots included."""
+    graph = lower_prefill_step(("mamba2", "gdn", "swa"), prefix_cache=True, state_block_size=3)
+    assert len(graph.find_nodes(op="placeholder")) > 20
+
+
+def test_prefill_step_that_clones(monkeypatch):
+    """Negative control: prefill that writes a slice of a pool does not compile."""
+    def sliced(pool, place, slots, values):
+        pool[place][slots] = values
+
+    monkeypatch.setattr(cached, "_write_slots", sliced)
+    with pytest.raises(AssertionError, match=r"CacheCloned: .*states.*state"):
+        lower_prefill_step(("mamba2",))
 
 
 def test_decode_step_that_clones(monkeypatch):

@@ -1,5 +1,11 @@
-"""The prefill of prompt chunks: a step of its own, for its shapes change from step to step."""
+"""The prefill of prompt chunks: a step of its own, for its shapes change from step to step.
 
+Compiled, it is one graph for all steps of one row and one for those of several, whose numbers of rows and tokens are
+symbols. A graph of its own for one row, which most steps have: a size of 1 is no symbol to the compiler, and another
+row of padding would double the work. It runs without CUDA graphs, which are recorded for one shape each.
+"""
+
+import contextlib
 from typing import TYPE_CHECKING, Optional
 
 import torch
@@ -9,15 +15,21 @@ from ..model_state import DefaultModelState
 from ..models import HybridModel
 from ..models.cached import forward_hidden
 from ..replay_context import ReplayContext
+from ..request_state import InputBatch
+from .compiled import compile_alone, mark_static
+from .engram import HostPrefetch
 from .step import commit, sample
 
 if TYPE_CHECKING:
     from ..parallel import Agreed
 
+Rows = list[tuple[int, list[int]]]  # of (request index, token ids)
+FEWEST_TOKENS = 2  # a size of 1 would be compiled for itself
+
 
 @torch.no_grad()
-def prefill(model: HybridModel, state: DefaultModelState, rows: list[tuple[int, list[int]]],
-            following: list[list[int]], agreed: Optional["Agreed"] = None,
+def prefill(model: HybridModel, state: DefaultModelState, rows: Rows, following: list[list[int]],
+            agreed: Optional["Agreed"] = None,
             before: Optional[list[list[int]]] = None) -> tuple[list[int], list[list[float]]]:
     """Prefills one chunk a row, `rows` of (request index, token ids), and commits it.
 
@@ -26,7 +38,6 @@ def prefill(model: HybridModel, state: DefaultModelState, rows: list[tuple[int, 
     runs one of padding, which changes no state. before: for a model with n-grams, the tokens before each chunk.
     Returns the token sampled after each row's last one, and those log probabilities.
     """
-    memory, device = state.memory, state.memory.device
     longest = max((len(tokens) for _, tokens in rows), default=1)
     padded = max(len(rows), 1)
     inputs, history = state.prefill_inputs(padded, longest), state.requests.history
@@ -37,26 +48,107 @@ def prefill(model: HybridModel, state: DefaultModelState, rows: list[tuple[int, 
         history.prefetch(rows, padded, longest)
     state.fill(inputs, rows, [True] * len(rows), before)
     inputs.agreed = agreed
-    batch = state.prepare_inputs(inputs)
+    samples, hidden = run_chunks(model, state, inputs)
     if history is not None:
         history.advance([index for index, _ in rows], [len(tokens) for _, tokens in rows])
+    return _results(model, state, rows, following, samples, hidden)
+
+
+class PrefillStep:
+    """`prefill` of up to `rows` chunks of up to `tokens` tokens, compiled; it is called likewise.
+
+    Each of its graphs compiles once, for every number of rows and tokens. Steps that trim have further sizes, known to
+    the host alone, and n-gram rows that the host fetches are tensors anew at every step: those run eagerly, as do
+    larger steps than announced. There is none for ranks that agree on steps.
+
+    inputs: its persistent input buffers. run: its graphs, of one row and of several. packed: the model's parameters as
+    `pack_parameters` laid them out, None: as they are. watch: makes a context around each call, given a name of the
+    graph.
+    """
+
+    def __init__(self, model: HybridModel, state: DefaultModelState, rows: int, tokens: int, packed=None,
+                 watch=contextlib.nullcontext):
+        self.model, self.state, self.watch = model, state, watch
+        self.rows, self.tokens = rows, max(tokens, FEWEST_TOKENS)
+        self.inputs = state.prefill_inputs(self.rows, self.tokens)
+        self._chunks = self._run_chunks if packed is None else packed.bind(self._run_chunks)
+        self.run = {}
+        self.compile()
+
+    def compile(self) -> None:
+        """Makes the graphs anew: what compiled before is let go."""
+        state, requests, memory = self.state, self.state.requests, self.state.memory
+        mark_static(state, requests, self.inputs.upload, memory, *memory.states.values())
+        if requests.history is not None:
+            mark_static(requests.history)
+        names = ("one", "many") if self.rows > 1 else ("one",)
+        self.run = {name: compile_alone(self.chunks) for name in names}
+
+    def chunks(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """What is compiled: `run_chunks` on `inputs`, of which the step uses as many rows and tokens as ids [B, T]."""
+        return self._chunks(ids)
+
+    def _run_chunks(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        inputs = InputBatch(self.inputs.upload, self.inputs.changes, sent_ids=ids)
+        inputs.is_prefilling = inputs.view("prefilling") != 0
+        return run_chunks(self.model, self.state, inputs)
+
+    def takes(self, rows: Rows) -> bool:
+        """Whether a step of these rows runs compiled."""
+        lengths = [len(tokens) for _, tokens in rows]
+        if isinstance(self.state.requests.history, HostPrefetch) or len(rows) > self.rows or max(lengths) > self.tokens:
+            return False
+        return self.state.kept_counts([(index, len(tokens), True) for index, tokens in rows]) == lengths
+
+    @torch.no_grad()
+    def __call__(self, rows: Rows, following: list[list[int]], before: Optional[list[list[int]]] = None,
+                 graph: Optional[str] = None) -> tuple[list[int], list[list[float]]]:
+        """As `prefill`, for one row at least. graph: a name in `run`, None: the one that fits the number of rows."""
+        if not self.takes(rows):
+            return prefill(self.model, self.state, rows, following, before=before)
+        if before is None:
+            before = [[] for _ in rows]
+        graph = graph or ("one" if len(rows) == 1 else "many")
+        self.state.fill(self.inputs, rows, [True] * len(rows), before)
+        height = 1 if graph == "one" else max(len(rows), 2)
+        width = max(FEWEST_TOKENS, *(len(tokens) for _, tokens in rows))
+        # a tensor of its own: of a view, the sizes of the whole buffer would count too, as would its strides
+        ids = self.inputs.input_ids[:height, :width].clone(memory_format=torch.contiguous_format)
+        torch._dynamo.mark_dynamic(ids, [0, 1] if height > 1 else 1)
+        with self.watch(("prefill", graph)):
+            samples, hidden = self.run[graph](ids)
+        return _results(self.model, self.state, rows, following, samples, hidden)
+
+
+def run_chunks(model: HybridModel, state: DefaultModelState, inputs: InputBatch) -> tuple[Tensor, Tensor]:
+    """From a step's inputs on the device to committed cursors. Traceable, but for steps that trim.
+
+    Writes the requests' memory. Returns the token sampled after each row's last one, [B] int64, and the residual
+    stream [B, T, hidden].
+    """
+    memory, (rows, tokens) = state.memory, inputs.input_ids.shape
+    batch = state.prepare_inputs(inputs)
     state.prepare_attn(batch, inputs)
-    row = torch.arange(padded, device=device)
-    src_cols, dst_cols = inputs.upload.view("moves").unbind()
+    row = torch.arange(rows, device=memory.device)
     for states in memory.states.values():
         if isinstance(states, ReplayContext) and states.mode == "align":
-            states.reset_new_slots(src_cols, dst_cols, row)
+            states.reset_new_slots(inputs.view("src_cols"), inputs.view("dst_cols"), row)
     hidden = forward_hidden(model, memory, batch, prefill=True)
     last = inputs.query_lens.long() - 1
     logits = model.logits(hidden[row, last]).float()
-    positions = batch.positions.view(padded, longest)[row, last]
+    positions = batch.positions.view(rows, tokens)[row, last]
     samples = sample(state.requests, logits[:, None], positions[:, None], inputs.idx_mapping)
-    logprobs = {row: prompt_logprobs(model, hidden[row], wanted) for row, wanted in enumerate(following) if wanted}
     commit(state, batch, inputs, inputs.query_lens, inputs.is_prefilling)
+    return samples[:, 0], hidden
+
+
+def _results(model: HybridModel, state: DefaultModelState, rows: Rows, following: list[list[int]], samples: Tensor,
+             hidden: Tensor) -> tuple[list[int], list[list[float]]]:
+    """What `prefill` returns; and the states of the rows have begun."""
+    logprobs = [prompt_logprobs(model, hidden[row], wanted) if wanted else None for row, wanted in enumerate(following)]
     for index, _ in rows:
         state.requests.host.fresh.pop(index, None)
-    listed = [logprobs[row].tolist() if row in logprobs else [] for row in range(len(rows))]
-    return samples[: len(rows), 0].tolist(), listed
+    return samples[: len(rows)].tolist(), [[] if values is None else values.tolist() for values in logprobs]
 
 
 def prompt_logprobs(model: HybridModel, hidden: Tensor, following: list[int]) -> Tensor:

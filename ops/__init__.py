@@ -13,6 +13,7 @@ from .mamba2.op import mamba2_materialize, mamba2_replay, mamba2_update
 from .registry import OPS
 from .ring.op import compact_active, gather_block_tables, ring_commit, ring_reset
 from .ring.transfer import ring_export, ring_import
+from .scan.op import delta_prefill, ssd_prefill
 from .tokens.op import compute_slot_mappings, gather_replay_rows, pad_replayed_slots, prepare_positions, write_kv
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "compute_slot_mappings",
     "conv_replay",
     "copy_slots",
+    "delta_prefill",
     "engram_lookback",
     "engram_lookup",
     "gather_block_tables",
@@ -42,6 +44,7 @@ __all__ = [
     "ring_export",
     "ring_import",
     "ring_reset",
+    "ssd_prefill",
     "swa_attention",
     "swa_indices",
     "write_kv",

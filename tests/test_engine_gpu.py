@@ -36,3 +36,22 @@ def test_text_equals_the_cpu(options):
         assert runner.compile_counts.as_dict() == {"graphs": 1, "graph_breaks": 0, "recompiles": 0}
     if options.get("prefix_cache"):
         assert runner.stats.as_dict()["prefix_hits"] == 1
+
+
+@pytest.mark.parametrize("options", [{}, ROUTES["prefix cache"], {"replay": False, "chunk_size": 8}],
+                         ids=["replay", "prefix cache", "plain"])
+def test_compiled_prefill(options):
+    """The text is that of eager prefill, for one row and several, chunks that go on and prefix hits; after the warm-up
+    nothing compiles."""
+    options = {**options, "compiled": False}
+    model = tiny_model(3).to("cuda")
+    prompts = [torch.randint(1, 61, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (30, 1, 12)]
+    rounds = [prompts[:count] for count in (1, 2, 3)] + [[prompts[0] + [9, 9]]]
+    runners = [engine(model, compiled_prefill=compiled, **options) for compiled in (True, False)]
+    assert [runner.prefill_step is not None for runner in runners] == [True, False]
+    runners[0].warm_up(quiet=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        got, want = ([[output.token_ids for output in runner.generate(each, PARAMS)] for each in rounds]
+                     for runner in runners)
+        assert got == want
+    assert runners[0].compile_counts.as_dict() == {"graphs": 1, "graph_breaks": 0, "recompiles": 0}

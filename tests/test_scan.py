@@ -2,39 +2,13 @@
 
 import pytest
 import torch
+from harness import check_sample
+from truth_scan import delta_loop, delta_prefill, ssd_loop, ssd_prefill
 
-from torch_replay.models import scan
 from torch_replay.models.scan import delta_scan, ssd_scan
-
-
-def ssd_loop(x, dt, A, B, C, state):
-    """One token at a time, in the dtype of the inputs, by the recurrence as it is written in the specification."""
-    batch, tokens, heads, head_dim = x.shape
-    groups, state_dim = B.shape[2:]
-    state = x.new_zeros(batch, heads, head_dim, state_dim) if state is None else state
-    outputs = []
-    for t in range(tokens):
-        read = [h // (heads // groups) for h in range(heads)]
-        b, c = B[:, t, read], C[:, t, read]
-        decay = torch.exp(A * dt[:, t])[..., None, None]
-        state = decay * state + dt[:, t, :, None, None] * x[:, t, :, :, None] * b[:, :, None, :]
-        outputs.append((state * c[:, :, None, :]).sum(-1))
-    return torch.stack(outputs, 1), state
-
-
-def delta_loop(q, k, v, g, beta, state):
-    """The gated delta rule, one token at a time, in the dtype of the inputs."""
-    batch, tokens, heads, value_dim = v.shape
-    read = [h // (heads // k.shape[2]) for h in range(heads)]
-    state = v.new_zeros(batch, heads, value_dim, k.shape[-1]) if state is None else state
-    outputs = []
-    for t in range(tokens):
-        keys, queries = k[:, t, read], q[:, t, read]
-        state = torch.exp(g[:, t])[..., None, None] * state
-        u = beta[:, t, :, None] * (v[:, t] - (state * keys[:, :, None, :]).sum(-1))
-        state = state + u[..., None] * keys[:, :, None, :]
-        outputs.append((state * queries[:, :, None, :]).sum(-1))
-    return torch.stack(outputs, 1), state
+from torch_replay.ops.registry import OPS
+from torch_replay.ops.samples import samples
+from torch_replay.ops.scan import naive as scan
 
 
 def ssd_inputs(tokens, heads=4, groups=2, head_dim=5, state_dim=7, batch=2, with_state=True, seed=0):
@@ -273,3 +247,23 @@ def test_bad_arguments(family):
     bad[position] = bad[position][:, :3]
     with pytest.raises(ValueError, match=name):
         function(*bad)
+
+
+@pytest.mark.parametrize("sample", samples("ssd_prefill") + samples("delta_prefill"), ids=str)
+def test_op_equals_loop(sample):
+    """Behind the ops the scans are the same, write every output, and change no argument."""
+    check_sample(sample, {"ssd_prefill": ssd_prefill, "delta_prefill": delta_prefill}[sample.op])
+
+
+@pytest.mark.parametrize("op, position, size, message", [
+    ("ssd_prefill", 1, 3, "dt is of shape"), ("ssd_prefill", 0, 0, "x is of 0 tokens"),
+    ("delta_prefill", 3, 3, "g is of shape"), ("delta_prefill", 2, 0, "v is of 0 tokens"),
+])
+def test_op_refuses(op, position, size, message):
+    """The ops name the argument that does not fit."""
+    args = list(samples(op)[0].make()[0])
+    for index in range(len(args)) if size == 0 else [position]:
+        if args[index] is not None and args[index].dim() > 2 and index != 5:
+            args[index] = args[index][:, :size]
+    with pytest.raises(ValueError, match=message):
+        OPS[op].wrapper(*args)

@@ -14,7 +14,7 @@ from .drafter import Drafter, NoDraft, PromptLookup
 from .graphs.engram import HostPrefetch
 from .graphs.measure import measure_back_ends
 from .graphs.packing import pack_parameters
-from .graphs.prefill import prefill
+from .graphs.prefill import PrefillStep, prefill
 from .graphs.step import SAME_TOKEN, DecodeStep, Flight
 from .memory import STATE_KINDS, MemoryConfig, ModelMemory
 from .model_state import DefaultModelState, ReplayModelState
@@ -58,6 +58,8 @@ class EngineConfig:
     on a GPU 1, 4, 16, ... and max_num_seqs, elsewhere max_num_seqs alone. With num_spec each comes with and without
     drafts on a GPU. run_ahead: launch a decode step before the results of the last one are there, where nothing but the
     end of a request could depend on them: without drafts, prompts and ranks. None: on a GPU.
+
+    compiled_prefill: prompt chunks run compiled too, see `graphs.prefill.PrefillStep`. None: on a GPU, with compiled.
     """
 
     max_num_seqs: int = 8
@@ -82,6 +84,7 @@ class EngineConfig:
     startup_cache: bool = True
     decode_sizes: Optional[tuple[int, ...]] = None
     run_ahead: Optional[bool] = None
+    compiled_prefill: Optional[bool] = None
 
     def __post_init__(self):
         for name in ("max_num_seqs", "block_size", "window", "prefill_budget", "chunk_size", "prefill_rows"):
@@ -178,15 +181,30 @@ class Engine:
         self.steps = [DecodeStep(model, self.state, rows, width, config.compiled, packed, guarded=not cuda)
                       for rows, width in self._step_sizes(tokens, cuda)]
         self.decode = self.steps[-1]
+        self.compile_counts = CompileCounts()
+        self.prefill_step = self._make_prefill_step(packed)
         self.runs_ahead = (cuda if config.run_ahead is None else config.run_ahead) and not (
             config.num_spec or agreement is not None or isinstance(requests.history, HostPrefetch))
         self._launched: Optional[_Launched] = None  # ahead of its turn
+        self._failure: Optional[Exception] = None  # of a step launched ahead, for the next call to raise
         self._landed = 0.0  # when the last decode step's results came
         self.stats = Stats(self.memory, self.scheduler.prefix)
-        self.compile_counts = CompileCounts()
         self._live: dict[str, tuple[Request, Detokenizer, Optional[Callable]]] = {}
         self._placed: dict[int, Request] = {}  # by index, as the model state knows them
         self._ids = itertools.count()
+
+    def _make_prefill_step(self, packed) -> Optional[PrefillStep]:
+        """None where prefill runs eagerly, as it always does with ranks and with n-gram rows that the host fetches."""
+        config, cuda = self.config, self.memory.device.type == "cuda"
+        wanted = config.compiled and cuda if config.compiled_prefill is None else config.compiled_prefill
+        if not wanted or self.agreement is not None or isinstance(self.state.requests.history, HostPrefetch):
+            return None
+        return PrefillStep(self.model, self.state, min(config.prefill_rows, config.max_num_seqs), self._longest_chunk,
+                           packed, self.compile_counts.watch)
+
+    @property
+    def _longest_chunk(self) -> int:
+        return min(self.config.chunk_size, self.config.prefill_budget, self.config.max_model_len - 1)
 
     def _step_sizes(self, tokens: int, cuda: bool) -> list[tuple[int, int]]:
         """Rows and tokens of the decode steps, from the smallest to the largest."""
@@ -210,26 +228,28 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
+        if self._failure is not None:
+            return True
         return self.scheduler.has_work or (self.agreement is not None and not self.agreement.done)
 
     def warm_up(self, sampling: bool = True, greedy: bool = True, quiet: bool = False) -> float:
-        """Chooses back ends, runs kernels once and compiles the decode step; no state changes. Returns the seconds.
+        """Chooses back ends, runs kernels once and compiles the steps; no state changes. Returns the seconds.
 
         Steps whose requests are all greedy run a graph of their own; leave out the route that will not be used. What
-        is not compiled here compiles when it is first needed. quiet: no progress bar.
+        is not compiled here (prefill, while requests are running) compiles when it is first needed. quiet: no progress
+        bar.
         """
         begin = time.perf_counter()
         if self._launched is not None:
             self._launched.flight.result()  # before its place is taken
         measure_back_ends(self.decode)
         warm_up_kernels(self.state, [step.rows for step in self.steps], quiet)
-        if not self.scheduler.running:
-            tokens = min(self.config.chunk_size, self.config.prefill_budget, self.config.max_model_len - 1)
-            warm_up_prefill(self.model, self.state, tokens)
         # on a GPU the first call runs in the graphs' memory pool, the second records, the third replays
         repeats = 3 if self.config.compiled and self.memory.device.type == "cuda" else 1
         steps = [(step, route) for step in self.steps for route in ["greedy"] * greedy + ["sampled"] * sampling]
         with self._startup_cache():
+            if not self.scheduler.running:
+                warm_up_prefill(self.model, self.state, self._longest_chunk, self.prefill_step)
             for step, route in shown(steps, "compiling decode steps", quiet or len(steps) <= 2):
                 for _ in range(repeats):
                     with self.compile_counts.watch((step.rows, step.tokens, route)):
@@ -275,13 +295,22 @@ class Engine:
         """One scheduling step: chunks of prompts, then one token or more for every request that decodes.
 
         If the model fails, every request of the step is put back to be computed anew from its tokens, the others keep
-        all they have, and the exception is raised again; `step` may be called again. Where ranks agree on steps, the
-        others are told and stop with a RankFailure, and there is no further step on any.
+        all they have, and the exception is raised again; `step` may be called again. Outputs that were there before
+        come first, and the next call raises. Where ranks agree on steps, the others are told and stop with a
+        RankFailure, and there is no further step on any.
         """
         outputs: list[RequestOutput] = []
         failures: list[Exception] = []
         with self._reporting():
-            self._step(outputs, failures)
+            if self._failure is not None:
+                error, self._failure = self._failure, None
+                raise error
+            try:
+                self._step(outputs, failures)
+            except Exception as error:
+                if not outputs or self.agreement is not None:
+                    raise
+                self._failure = error  # what came before it is handed out first
         if failures:
             raise failures[0]
         return outputs
@@ -314,12 +343,11 @@ class Engine:
                 raise
         if launched is None:
             return
-        error = None
         if self._may_run_ahead(launched.plan):
             try:
                 self._run_ahead(launched.plan)
-            except Exception as caught:  # that step is given up; what is under way still counts
-                error = caught
+            except Exception as error:  # that step is given up; what is under way still counts
+                self._failure = error
         try:
             self._land(launched, outputs, failures)
         except BaseException:
@@ -328,8 +356,6 @@ class Engine:
             raise
         if self._launched is not None and all(request.finished for request in self._launched.plan.decodes):
             self._launched = None  # nobody waits for it
-        if error is not None:
-            raise error
 
     def _may_run_ahead(self, plan: Plan) -> bool:
         """Whether the step after `plan` is a decode step whatever `plan` gives, but for requests that end early."""
@@ -402,7 +428,10 @@ class Engine:
         following = [chunk.request.prompt_ids[chunk.start + 1 : chunk.start + 1 + chunk.length]
                      if chunk.request.params.prompt_logprobs else [] for chunk in plan.prefills]
         before = [ids[: chunk.start] for chunk, ids in zip(plan.prefills, tokens)]
-        samples, logprobs = prefill(self.model, self.state, chunks, following, agreed, before)
+        if self.prefill_step is not None:
+            samples, logprobs = self.prefill_step(chunks, following, before)
+        else:
+            samples, logprobs = prefill(self.model, self.state, chunks, following, agreed, before)
         names = [chunk.request.id for chunk in plan.prefills]
         self.stats.record_prefill(names, sum(len(ids) for _, ids in chunks), time.perf_counter() - begin)
         for chunk, token, values in zip(plan.prefills, samples, logprobs, strict=True):

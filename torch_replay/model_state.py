@@ -155,10 +155,11 @@ class DefaultModelState:
         if changes.edges:
             self._fill_snapshots(changes, arrays, index)
         if changes.whole:
-            arrays["moves"].fill(-1)
+            arrays["src_cols"].fill(-1)
+            arrays["dst_cols"].fill(-1)
             for row, request in enumerate(index.tolist()):
                 if request in host.fresh:
-                    self._fill_move(arrays["moves"], row, request)
+                    self._fill_move(arrays, row, request)
         if changes.lookback:
             arrays["lookback"].fill(-1)
             for row, tokens in enumerate(before):
@@ -179,8 +180,8 @@ class DefaultModelState:
         group, row = gained.nonzero()
         begin = first[group, row]
         cols = np.minimum(begin[:, None] + np.arange(changes.blocks), last)
-        arrays["first_cols"][group, row] = begin
-        arrays["blocks"][group, row] = host.tables[group[:, None], index[row][:, None], cols]
+        arrays["first_cols"][row, group] = begin
+        arrays["blocks"][row, group] = host.tables[group[:, None], index[row][:, None], cols]
         host.sent[:, index] = filled
         host.grown = bool((host.filled > host.sent).any())
 
@@ -199,13 +200,13 @@ class DefaultModelState:
             for edge, slot in host.snapshots[request].items():
                 slots[row][cols[row] == edge // states.block_size - 1] = slot
 
-    def _fill_move(self, moves: np.ndarray, row: int, request: int) -> None:
+    def _fill_move(self, arrays: dict[str, np.ndarray], row: int, request: int) -> None:
         """A state that starts with this step: copied from a snapshot into the live column, or zeroed there."""
         source = self.requests.host.fresh[request]
         for states in self._publishing:
-            moves[1, row] = states.live_col
+            arrays["dst_cols"][row] = states.live_col
             if source:
-                moves[0, row] = self.requests.host.num_computed[request] // states.block_size - 1
+                arrays["src_cols"][row] = self.requests.host.num_computed[request] // states.block_size - 1
 
     def kept_counts(self, rows: list[tuple[int, int, bool]]) -> list[int]:
         """How many last tokens of each of `InputBatch.rows` the model's tail runs on: all."""
@@ -213,23 +214,23 @@ class DefaultModelState:
 
     def apply_changes(self, inputs: InputBatch) -> None:
         """Writes what the batch brings along to the per-request buffers. Traceable."""
-        upload, changes, requests = inputs.upload, inputs.changes, self.requests
+        changes, requests = inputs.changes, self.requests
         idx_mapping, device = inputs.idx_mapping, inputs.idx_mapping.device
         req = torch.where(idx_mapping >= 0, idx_mapping, requests.size).long()
-        requests.num_computed.index_put_((req,), upload.view("num_computed"))
+        requests.num_computed.index_put_((req,), inputs.view("num_computed"))
         if changes.groups:
-            groups, first = torch.arange(changes.groups, device=device)[:, None, None], upload.view("first_cols")
-            rows = torch.where(first >= 0, req, requests.size)[..., None]
+            groups, first = torch.arange(changes.groups, device=device)[:, None], inputs.view("first_cols")
+            rows = torch.where(first >= 0, req[:, None], requests.size)[..., None]
             cols = first.clamp(min=0)[..., None] + torch.arange(changes.blocks, device=device)
             cols = cols.clamp(max=requests.kv_tables.shape[2] - 1)
-            requests.kv_tables.index_put_((groups, rows, cols), upload.view("blocks"))
+            requests.kv_tables.index_put_((groups, rows, cols), inputs.view("blocks"))
         for states in self._publishing if changes.edges else ():
             groups = torch.arange(len(states.groups), device=device)[:, None, None]
             rows = torch.where(idx_mapping >= 0, idx_mapping, 0).long()[:, None]
-            slots = upload.view("snapshot_slots").expand(len(states.groups), -1, -1)
-            states.request_tables.index_put_((groups, rows, upload.view("snapshot_cols").long()), slots)
+            slots = inputs.view("snapshot_slots").expand(len(states.groups), -1, -1)
+            states.request_tables.index_put_((groups, rows, inputs.view("snapshot_cols").long()), slots)
         if changes.lookback:
-            requests.history.write_lookback(req, upload.view("num_computed"), upload.view("lookback"))
+            requests.history.write_lookback(req, inputs.view("num_computed"), inputs.view("lookback"))
 
     def prepare_inputs(self, inputs: InputBatch) -> Batch:
         """Positions, lengths, state slots and n-gram entries of a step in the uniform layout.
@@ -256,7 +257,8 @@ class DefaultModelState:
                 state_slots[family] = conv_slots[family] = table[0, :, states.live_col]
                 token_slots[family] = None
             else:
-                state_slots[family], token_slots[family] = states.step_slots(idx_mapping, tokens)
+                by_token = tokens if inputs.is_prefilling is None else None
+                state_slots[family], token_slots[family] = states.step_slots(idx_mapping, by_token)
                 conv_slots[family] = torch.where(idx_mapping >= 0, idx_mapping + 1, 0)
         batch = Batch(input_ids, positions, positions.view(rows, tokens)[:, 0], seq_lens, query_start_loc, query_lens,
                       conv_slots, state_slots, token_slots, allocate=inputs.allocate)

@@ -265,11 +265,14 @@ class PlainStates:
         slots = torch.arange(1, 1 + max_num_reqs * each, dtype=torch.int32, device=device)
         self.own_slots = slots.view(max_num_reqs, each)
 
-    def step_slots(self, idx_mapping: Tensor, tokens: int) -> tuple[Tensor, Optional[Tensor]]:
-        """slots [B] that hold the states; token_slots [B, tokens] for those after each token, None without drafts."""
+    def step_slots(self, idx_mapping: Tensor, tokens: Optional[int]) -> tuple[Tensor, Optional[Tensor]]:
+        """slots [B] that hold the states; token_slots [B, tokens] for those after each token, None without drafts.
+
+        tokens: of a row. None for prefill, which keeps no state by token either.
+        """
         own = self.own_slots[idx_mapping.clamp(min=0)]
         own = torch.where((idx_mapping >= 0)[:, None], own, 0)
-        return own[:, 0], own[:, 1 : 1 + tokens] if self.tokens > 1 else None
+        return own[:, 0], own[:, 1 : 1 + tokens] if self.tokens > 1 and tokens is not None else None
 
     def accept(self, idx_mapping: Tensor, num_accepted: Tensor) -> None:
         """The state after the last accepted token of each row becomes current; 0 accepted keeps the old one.

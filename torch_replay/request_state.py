@@ -97,6 +97,7 @@ class InputBatch:
     """What a step is given: B rows of T tokens each, row r's first `query_lens[r]` real.
 
     Everything on the device lies in `upload.buffer`; the properties are views of it, made anew in a traced function.
+    Where a step uses fewer rows and tokens than the buffer has, `sent_ids` says how many: they are its two sizes.
     """
 
     upload: Upload
@@ -106,6 +107,7 @@ class InputBatch:
     agreed: Optional["Agreed"] = None  # what the step does on all ranks; None: no ranks that agree
     max_seq_len: int = 0  # host: no sequence is longer, for builders that size something by it; 0: not said
     allocate: Callable[..., Tensor] = fresh_tensor  # makes what is written for the step
+    sent_ids: Optional[Tensor] = None  # [B, T] int32, `input_ids` of part of the buffer; None: of all of it
 
     @classmethod
     def empty(cls, rows: int, tokens: int, device, changes: Optional[Changes] = None) -> "InputBatch":
@@ -116,11 +118,11 @@ class InputBatch:
             shapes["num_computed"] = (rows,)
             if changes.groups:
                 # a first column of -1: nothing new
-                shapes.update(first_cols=(changes.groups, rows), blocks=(changes.groups, rows, changes.blocks))
+                shapes.update(first_cols=(rows, changes.groups), blocks=(rows, changes.groups, changes.blocks))
             if changes.edges:
                 shapes.update(snapshot_cols=(rows, changes.edges), snapshot_slots=(rows, changes.edges))
             if changes.whole:
-                shapes.update(moves=(2, rows))
+                shapes.update(src_cols=(rows,), dst_cols=(rows,))
             if changes.lookback:
                 shapes.update(lookback=(rows, changes.lookback))
         batch = cls(Upload(shapes, device), changes=changes)
@@ -128,20 +130,26 @@ class InputBatch:
         batch.upload.send()
         return batch
 
+    def view(self, name: str) -> Tensor:
+        """The device's array of that name, [B, ...]: one entry for each row in use."""
+        # rows come first in all of them, so that a part is contiguous, whatever its size
+        array = self.upload.view(name)
+        return array if self.sent_ids is None else array[: self.sent_ids.shape[0]]
+
     @property
     def input_ids(self) -> Tensor:
         """[B, T] int32. -1 in a row's first place: the token that the device sampled last for the request."""
-        return self.upload.view("input_ids")
+        return self.upload.view("input_ids") if self.sent_ids is None else self.sent_ids
 
     @property
     def query_lens(self) -> Tensor:
         """[B] int32, 0 for empty rows."""
-        return self.upload.view("query_lens")
+        return self.view("query_lens")
 
     @property
     def idx_mapping(self) -> Tensor:
         """[B] int32, request of each row, -1 for empty rows."""
-        return self.upload.view("idx_mapping")
+        return self.view("idx_mapping")
 
     @property
     def num_reqs(self) -> Tensor:
@@ -177,4 +185,4 @@ class InputBatch:
         if more is not None:
             more(arrays, indices[:count])
         self.upload.send()
-        self.is_prefilling = self.upload.view("prefilling") != 0 if prefilling is not None else None
+        self.is_prefilling = self.view("prefilling") != 0 if prefilling is not None else None

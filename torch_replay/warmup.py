@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .graphs.prefill import prefill
+from .graphs.prefill import PrefillStep, prefill
 from .model_state import DefaultModelState, ReplayModelState
 from .models import HybridModel
 from .progress import shown
@@ -251,8 +251,11 @@ def warm_up_replay_kernels(state: DefaultModelState) -> None:
 
 
 @torch.no_grad()
-def warm_up_prefill(model: HybridModel, state: DefaultModelState, tokens: int) -> None:
+def warm_up_prefill(model: HybridModel, state: DefaultModelState, tokens: int,
+                    step: Optional[PrefillStep] = None) -> None:
     """Runs one prompt chunk of `tokens` tokens, whose kernels would else compile when the first prompt comes.
+
+    step: runs the chunk, and one that it takes, by each of its graphs, which compiles them.
 
     For an engine without running requests: the chunk belongs to request 0. It holds no blocks, so that no key-value
     cache is written; its slots, tables and buffers are put back. (Token history behind a request's position is never
@@ -273,7 +276,13 @@ def warm_up_prefill(model: HybridModel, state: DefaultModelState, tokens: int) -
                 kept.enter_context(temporary_ring_state([states.state], states.own_slots[0].tolist(),
                                                         [states.own_slots]))
                 kept.enter_context(temporary_ring_state([states.conv_ring], [1]))
-        prefill(model, state, [(0, ids)], [[]])
+        if step is None:
+            prefill(model, state, [(0, ids)], [[]])
+            return
+        kept, = state.kept_counts([(0, tokens, True)])
+        for count in sorted({kept, tokens}):
+            for graph in step.run:
+                step([(0, ids[:count])], [[]], graph=graph)
 
 
 def warm_up_kernels(state: DefaultModelState, rows: Sequence[int], quiet: bool = False) -> None:

@@ -143,7 +143,7 @@ def _prefill_mamba2(mixer, states, place, h, batch):
     _append_conv(states, place, raw, batch)
     real = _real_tokens(h, batch)[..., None]
     y, final = mixer.core(x, torch.where(real, mixer.step_sizes(dt), 0.0), B, C,
-                          _initial_state(states, place, batch))
+                          _initial_state(states, place, batch), ops.ssd_prefill)
     _store_state(states, place, final, batch)
     return mixer.output(mixer.gate(y, z))
 
@@ -155,7 +155,7 @@ def _prefill_gdn(mixer, states, place, h, batch):
     _append_conv(states, place, raw, batch)
     real = _real_tokens(h, batch)[..., None]
     g, beta = (torch.where(real, value, 0.0) for value in mixer.decays(a, b))
-    o, final = mixer.core(q, k, v, g, beta, _initial_state(states, place, batch))
+    o, final = mixer.core(q, k, v, g, beta, _initial_state(states, place, batch), ops.delta_prefill)
     _store_state(states, place, final, batch)
     return mixer.output(o, z)
 
@@ -179,8 +179,14 @@ def _initial_state(states, place, batch):
 
 def _store_state(states, place, final, batch):
     """Hands the state over as the new checkpoint; rows of padding leave the null slot as it is."""
-    slots, pool = batch.state_slots[states.family].long(), states.state[place]
-    pool[slots] = torch.where((slots > 0).view(-1, 1, 1, 1), final.to(pool.dtype), pool[slots])
+    slots = batch.state_slots[states.family].long()
+    old = states.state[place, slots]
+    _write_slots(states.state, place, slots, torch.where((slots > 0).view(-1, 1, 1, 1), final.to(old.dtype), old))
+
+
+def _write_slots(pool, place, slots, values):
+    """pool [L, S, ...] at layer `place` and slots [B]. Of a slice of the pool Inductor would write a copy."""
+    pool.index_put_((torch.full_like(slots, place), slots), values)
 
 
 def _conv_history(states, place, width, batch):
@@ -200,4 +206,5 @@ def _append_conv(states, place, raw, batch):
     # the newest token of the chunk that falls on each column, counted from the row's first token
     token = batch.query_lens.long()[:, None] - 1 - (end[:, None] - 1 - column) % length
     new = raw.gather(1, token.clamp(min=0)[..., None].expand(-1, -1, raw.shape[2])).transpose(1, 2)
-    ring[slots] = torch.where((token >= 0)[:, None], new.to(ring.dtype), ring[slots])
+    values = torch.where((token >= 0)[:, None], new.to(ring.dtype), ring[slots])
+    _write_slots(states.conv_ring, place, slots, values)

@@ -86,10 +86,13 @@ class Mamba2Mixer(nn.Module):
         """Raw dt `[B,T,H]` -> `softplus(dt + dt_bias)`, which passes values above 20 through, clamped at zero."""
         return F.softplus(_wide(dt) + self.dt_bias, threshold=20.0).clamp(min=0.0)
 
-    def core(self, x, dt, B, C, initial_state=None):
-        """Processed dt -> `(y, final_state)`, y `[B,T,H,P]` with the D skip, not gated; state `[B,H,P,N]`."""
+    def core(self, x, dt, B, C, initial_state=None, scan=ssd_scan):
+        """Processed dt -> `(y, final_state)`, y `[B,T,H,P]` with the D skip, not gated; state `[B,H,P,N]`.
+
+        scan: `ssd_scan`, or what computes the same without gradients.
+        """
         with _full_precision(x):
-            y, state = ssd_scan(x, dt, self.decay_rates(), B, C, initial_state)
+            y, state = scan(x, dt, self.decay_rates(), B, C, initial_state)
         return y + (x * self.D[:, None]).to(y.dtype), state
 
     def gate(self, y, z):
@@ -146,10 +149,13 @@ class GDNMixer(nn.Module):
         step = F.softplus(_wide(a) + self.dt_bias, threshold=20.0)
         return -_wide(self.A_log).exp() * step, _wide(b).sigmoid()
 
-    def core(self, q, k, v, g, beta, initial_state=None):
-        """q and k as `split` gives them, g and beta processed -> `(o [B,T,HV,V], final_state [B,HV,V,K])`."""
+    def core(self, q, k, v, g, beta, initial_state=None, scan=delta_scan):
+        """q and k as `split` gives them, g and beta processed -> `(o [B,T,HV,V], final_state [B,HV,V,K])`.
+
+        scan: `delta_scan`, or what computes the same without gradients.
+        """
         with _full_precision(v):
-            return delta_scan(l2_normalise(q) * self.scale, l2_normalise(k), v, g, beta, initial_state)
+            return scan(l2_normalise(q) * self.scale, l2_normalise(k), v, g, beta, initial_state)
 
     def output(self, o, z):
         """o and z `[B,T,HV,V]` -> `[B,T,hidden]`: norm per head, gate, projection."""

@@ -1,0 +1,92 @@
+"""The chunked scans of the two recurrences as ops, for the prefill of prompts: one call runs many tokens.
+
+The scans loop over chunks and branch on the number of tokens. Behind an op they are opaque to the compiler, so that one
+graph serves every number of tokens. Training calls the differentiable functions in `naive` themselves.
+
+Sizes: B rows, T tokens a row, H heads, P head dim, N state dim, Gr groups of B and C (head h reads group
+h // (H / Gr)). Of the delta rule: H key heads, HV value heads (which read key head h // (HV / H)), K and V key and
+value dims.
+"""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from ..check import FLOAT, Shapes, require
+from ..registry import register
+from . import naive
+
+WIDE = (*FLOAT, torch.float64)
+
+
+def _final_state(values: Tensor, state_shape: tuple) -> Tensor:
+    return values.new_empty(state_shape, dtype=naive.work_dtype(values))
+
+
+@register(cpu=naive.ssd_prefill)
+def ssd_prefill(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    initial_state: Optional[Tensor] = None,
+) -> tuple[Tensor, Tensor]:
+    """The Mamba-2 recurrence over T tokens, see `naive.ssd_scan`.
+
+    Args:
+        x: [B, T, H, P]. dt: [B, T, H], processed, at least 0; a token of 0 changes no state. A: [H], negative.
+        B, C: [B, T, Gr, N]. Any float dtype, any strides; finite also where dt is 0.
+        initial_state: [B, H, P, N], None: zero.
+
+    Returns:
+        y: [B, T, H, P] in x's dtype, without skip and gate. final_state: [B, H, P, N] float32, or float64 if x is.
+
+    Raises:
+        ValueError: shapes and dtypes, T = 0.
+    """
+    shapes = Shapes("ssd_prefill")
+    shapes("x", x, "B T H P", WIDE)
+    shapes("dt", dt, "B T H", WIDE)
+    shapes("A", A, "H", WIDE)
+    shapes("B", B, "B T Gr N", WIDE)
+    shapes("C", C, "B T Gr N", WIDE)
+    shapes("initial_state", initial_state, "B H P N", WIDE)
+    require(shapes.T >= 1, shapes.op, "x", f"of {shapes.T} tokens a row", "1 or more")
+    require(shapes.H % shapes.Gr == 0, shapes.op, "B", f"of {shapes.Gr} groups", f"a divisor of {shapes.H} heads")
+    return x.new_empty(x.shape), _final_state(x, (shapes.B, shapes.H, shapes.P, shapes.N))
+
+
+@register(cpu=naive.delta_prefill)
+def delta_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Optional[Tensor] = None,
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule over T tokens, see `naive.delta_scan`.
+
+    Args:
+        q, k: [B, T, H, K], q scaled, k of unit length. v: [B, T, HV, V]. g, beta: [B, T, HV], log decay (at most 0) and
+            step; a token whose g and beta are 0 changes no state. Any float dtype, any strides; all finite.
+        initial_state: [B, HV, V, K], None: zero.
+
+    Returns:
+        o: [B, T, HV, V] in v's dtype. final_state: [B, HV, V, K] float32, or float64 if v is.
+
+    Raises:
+        ValueError: shapes and dtypes, T = 0.
+    """
+    shapes = Shapes("delta_prefill")
+    shapes("q", q, "B T H K", WIDE)
+    shapes("k", k, "B T H K", WIDE)
+    shapes("v", v, "B T HV V", WIDE)
+    shapes("g", g, "B T HV", WIDE)
+    shapes("beta", beta, "B T HV", WIDE)
+    shapes("initial_state", initial_state, "B HV V K", WIDE)
+    require(shapes.T >= 1, shapes.op, "v", f"of {shapes.T} tokens a row", "1 or more")
+    require(shapes.HV % shapes.H == 0, shapes.op, "v", f"of {shapes.HV} heads", f"a multiple of {shapes.H} key heads")
+    return v.new_empty(v.shape), _final_state(v, (shapes.B, shapes.HV, shapes.V, shapes.K))

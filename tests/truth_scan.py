@@ -1,0 +1,41 @@
+"""The scans of prompts, one token at a time, in the dtype of the inputs."""
+
+import torch
+
+
+def ssd_loop(x, dt, A, B, C, state):
+    """One token at a time, in the dtype of the inputs, by the recurrence as it is written in the specification."""
+    batch, tokens, heads, head_dim = x.shape
+    groups, state_dim = B.shape[2:]
+    state = x.new_zeros(batch, heads, head_dim, state_dim) if state is None else state
+    outputs = []
+    for t in range(tokens):
+        read = [h // (heads // groups) for h in range(heads)]
+        b, c = B[:, t, read], C[:, t, read]
+        decay = torch.exp(A * dt[:, t])[..., None, None]
+        state = decay * state + dt[:, t, :, None, None] * x[:, t, :, :, None] * b[:, :, None, :]
+        outputs.append((state * c[:, :, None, :]).sum(-1))
+    return torch.stack(outputs, 1), state
+
+
+def delta_loop(q, k, v, g, beta, state):
+    """The gated delta rule, one token at a time, in the dtype of the inputs."""
+    batch, tokens, heads, value_dim = v.shape
+    read = [h // (heads // k.shape[2]) for h in range(heads)]
+    state = v.new_zeros(batch, heads, value_dim, k.shape[-1]) if state is None else state
+    outputs = []
+    for t in range(tokens):
+        keys, queries = k[:, t, read], q[:, t, read]
+        state = torch.exp(g[:, t])[..., None, None] * state
+        u = beta[:, t, :, None] * (v[:, t] - (state * keys[:, :, None, :]).sum(-1))
+        state = state + u[..., None] * keys[:, :, None, :]
+        outputs.append((state * queries[:, :, None, :]).sum(-1))
+    return torch.stack(outputs, 1), state
+
+
+def ssd_prefill(x, dt, A, B, C, initial_state):
+    return ssd_loop(x, dt, A, B, C, initial_state)
+
+
+def delta_prefill(q, k, v, g, beta, initial_state):
+    return delta_loop(q, k, v, g, beta, initial_state)
