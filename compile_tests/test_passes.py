@@ -51,7 +51,8 @@ class Buffers(torch.nn.Module):
         self.inner = torch.nn.ModuleList([torch.nn.BatchNorm1d(8)])
 
     def tensors(self) -> list[torch.Tensor]:
-        return [self.pool, *self.kv.values(), *self.sliced, *self.interleaved, *self.overlapping, self.inner[0].running_mean]
+        return [self.pool, *self.kv.values(), *self.sliced, *self.interleaved, *self.overlapping,
+                self.inner[0].running_mean]
 
 
 def compiled(fn, **options):
