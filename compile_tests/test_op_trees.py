@@ -19,8 +19,9 @@ class Call:
     def __init__(self, sample):
         arguments = named(sample.op, *sample.make("cuda"))
         self.op = OPS[sample.op]
-        self.arguments = {name: value.contiguous() if name in self.op.mutates and isinstance(value, torch.Tensor)
-                          else value for name, value in arguments.items()}
+        # copies begin at the start of their storage, where samples may cut columns out of the middle of another
+        self.arguments = {name: value.clone() if isinstance(value, torch.Tensor) else value
+                          for name, value in arguments.items()}
         out = self.op.overload(**{name: clone(value) for name, value in self.arguments.items()})
         outs = () if out is None else out if isinstance(out, tuple) else (out,)
         self.results = [torch.zeros_like(value) for value in outs]

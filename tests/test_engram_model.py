@@ -86,13 +86,13 @@ def test_greedy_text(model, prompts, want, route):
 def test_chunks_do_not_need_the_earlier_ones(model, prompts, want):
     """Whatever computed the tokens before a chunk (another request's prefix, say), the host uploads what it hashes."""
     runner = engine(model, chunk_size=7)
-    upload = runner.state.requests.history.upload
+    write = runner.state.requests.history.write_lookback
 
-    def after_garbage(req, tokens, start):
+    def after_garbage(req, start, tokens):
         runner.state.requests.history.ids[req] = 55
-        upload(req, tokens, start)
+        write(req, start, tokens)
 
-    runner.state.requests.history.upload = after_garbage
+    runner.state.requests.history.write_lookback = after_garbage
     assert texts(runner, prompts) == want
 
 
@@ -102,7 +102,7 @@ def test_generated_tokens_come_from_the_device(model, prompts, want):
     requests = [runner._live[runner.add_request(prompt, PARAMS)][0] for prompt in prompts]
     while not all(request.is_decoding for request in requests):
         runner.step()
-    runner.state.requests.history.upload = None
+    runner.state.requests.history.write_lookback = None
     for _ in range(6):
         runner.step()
     for request in requests:

@@ -33,6 +33,11 @@ def dynamo_alone(monkeypatch):
     monkeypatch.setattr(step, "compile_alone", lambda method, **options: compile_alone(method, backend="eager"))
 
 
+def no_results(runner) -> torch.Tensor:
+    """What a decode step without rows gives."""
+    return torch.zeros(runner.decode.rows, runner.decode.tokens + 2, dtype=torch.int32)
+
+
 def compiled() -> tuple[int, int]:
     """Graphs and frames that Dynamo has compiled in this process."""
     return counters["stats"]["unique_graphs"], counters["frames"]["total"]
@@ -127,7 +132,7 @@ def test_engine_warms_what_it_serves_with(model):
     ops = ("mamba2_replay", "gdn_replay", "ring_reset", "mamba2_materialize", "gdn_materialize", "pad_replayed_slots")
     for options, absent in (({}, {*ops[3:]}), (OPTIONS["snapshots"], set())):
         runner = engine(model, max_num_seqs=3, **options)
-        runner.decode.run = {"greedy": lambda: torch.zeros(4, 4, dtype=torch.int64)}
+        runner.decode.run = {"greedy": lambda runner=runner: no_results(runner)}
         with recorded(*ops) as calls:
             runner.warm_up(sampling=False)
         assert {name for name, *_ in calls} == set(ops) - absent
@@ -138,7 +143,7 @@ def test_engine_warms_what_it_serves_with(model):
 def test_prefill_is_warmed_up(pattern):
     """A whole chunk runs through the eager prefill, writes no cache, and only while no request is running."""
     runner = engine(tiny_model(pattern=pattern), max_num_seqs=3, chunk_size=20)
-    runner.decode.run = {"greedy": lambda: torch.zeros(4, 3, dtype=torch.int64)}
+    runner.decode.run = {"greedy": lambda: no_results(runner)}
     caches = [cache for caches in runner.memory.kv.values() for cache in caches]
     with recorded("write_kv") as calls, untouched(caches):
         runner.warm_up(sampling=False)

@@ -65,10 +65,6 @@ class ModelMemory:
                 self.kv[kind] = torch.zeros(shape, dtype=config.dtype, device=device)
         self.kv_kinds = {kind: kind for kind in self.kv}
 
-    def live_slot(self, index):
-        """Slot of the live state of request `index` (a number or an array), for good."""
-        return index + 1
-
     def snapshot_slot(self, snapshot: int) -> int:
         """Slot of a snapshot, numbered from 1, in the pools of every family."""
         return self.config.max_num_seqs + snapshot

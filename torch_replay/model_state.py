@@ -187,15 +187,15 @@ class DefaultModelState:
 
     def _fill_snapshots(self, changes: Changes, arrays: dict[str, np.ndarray], index: np.ndarray) -> None:
         """Snapshot columns that the step may read or publish, null where there is no snapshot. Beyond a table's end,
-        and in rows of padding, the live column of some request is written as it is."""
+        and in rows of padding, -1: the live column of some request stays what it is."""
         host, states = self.requests.host, self._publishing[0]
         cols, slots = arrays["snapshot_cols"], arrays["snapshot_slots"]
-        cols[len(index) :], slots[len(index) :] = states.live_col, self.memory.live_slot(0)
+        cols[len(index) :], slots[len(index) :] = states.live_col, -1
         first = 0 if changes.whole else host.num_computed[index, None] // states.block_size
         wanted = np.broadcast_to(first + np.arange(changes.edges), (len(index), changes.edges))
         beyond = wanted >= states.live_col
         cols[: len(index)] = np.where(beyond, states.live_col, wanted)
-        slots[: len(index)] = np.where(beyond, self.memory.live_slot(index[:, None]), 0)
+        slots[: len(index)] = np.where(beyond, -1, 0)
         for row, request in enumerate(index.tolist()):
             for edge, slot in host.snapshots[request].items():
                 slots[row][cols[row] == edge // states.block_size - 1] = slot
@@ -227,8 +227,8 @@ class DefaultModelState:
         for states in self._publishing if changes.edges else ():
             groups = torch.arange(len(states.groups), device=device)[:, None, None]
             rows = torch.where(idx_mapping >= 0, idx_mapping, 0).long()[:, None]
-            slots = inputs.view("snapshot_slots").expand(len(states.groups), -1, -1)
-            states.request_tables.index_put_((groups, rows, inputs.view("snapshot_cols").long()), slots)
+            at, slots = (groups, rows, inputs.view("snapshot_cols").long()), inputs.view("snapshot_slots")
+            states.request_tables.index_put_(at, torch.where(slots >= 0, slots, states.request_tables[at]))
         if changes.lookback:
             requests.history.write_lookback(req, inputs.view("num_computed"), inputs.view("lookback"))
 
