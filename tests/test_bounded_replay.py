@@ -371,6 +371,7 @@ def run_trace(name, attention, seed, options):
     SEEN["evicted"] += watch.prefix.evictions
 
 
+@pytest.mark.slow
 def test_random_traces():
     """Cold, warm, speculative, preempted and failed runs write the same text wherever replay is exact; everywhere what
     is published stays bit for bit what it was, and host and device publish the same snapshots."""

@@ -43,6 +43,7 @@ def test_json(capsys):
     assert stats["state_bytes_per_token"] == stats["state_bytes_per_token_replay"]
 
 
+@pytest.mark.slow
 def test_routes_write_the_same_text(capsys):
     """--no-replay, --spec, --batch: the same greedy text; the same seed: the same sampled text."""
     prompts = ["import os\n", "And God said", "class Error(Exception):"]

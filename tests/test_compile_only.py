@@ -48,6 +48,7 @@ def complaints(kernel: dict) -> list[str]:
 
 
 @requires_triton
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHES)
 def test_registers_and_spills(kernels, arch):
     """Every op with a Triton kernel, at the sizes of public models and odd ones (see compile_only_cases.py)."""

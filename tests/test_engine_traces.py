@@ -119,6 +119,7 @@ def run_trace(trace) -> None:
     SEEN["flushed"] += runner.stats.flushes
 
 
+@pytest.mark.slow
 def test_random_traces():
     """Each request's text equals its solo run, whatever else happened around it; and everything did happen."""
 

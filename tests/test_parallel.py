@@ -152,6 +152,7 @@ def torchrun(tmp_path, ranks: int, *arguments, fail_on_rank=None):
 PROMPTS = ["import os\n", "And God said", "class Error(Exception):"]
 
 
+@pytest.mark.slow
 def test_command(tmp_path, capsys, monkeypatch):
     """torchrun: one JSON object, from the first rank, with every prompt's text in order and everybody's numbers."""
     options = [*PROMPTS, "--max-tokens", "8", "--json", "--temperature", "0.5"]
@@ -201,6 +202,7 @@ def test_command_gives_each_rank_a_device(capsys, monkeypatch, device, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_command_that_fails(tmp_path):
     """A status that is not 0, nothing on stdout but text, and one clear line from the rank that did not fail."""
     done = torchrun(tmp_path, 2, *PROMPTS, "--json", fail_on_rank=1)

@@ -197,6 +197,7 @@ def test_gradcheck(family):
     assert torch.autograd.gradcheck(lambda *a: function(*a, chunk=2), leaves)
 
 
+@pytest.mark.slow
 @FAMILIES
 def test_compiled_scan(family):
     """One graph under Inductor, outputs and gradients, at a length that is no multiple of the chunk."""
