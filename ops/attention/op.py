@@ -40,7 +40,7 @@ def _indices_values(indices, lens, seq_lens, query_start_loc, block_table, slot_
 
 
 @register(mutates=("indices", "lens"), cpu=naive.swa_indices, cuda="torch_replay.ops.attention.kernels",
-          check_values=_indices_values)
+          check_values=_indices_values, inline_on_cpu=True)
 def swa_indices(
     indices: Tensor,
     lens: Tensor,

@@ -36,7 +36,7 @@ def _lookback_values(lookback, token_ids, positions, query_start_loc, idx_mappin
 
 
 @register(mutates=("lookback",), cpu=naive.engram_lookback, cuda="torch_replay.ops.engram.kernels",
-          check_values=_lookback_values)
+          check_values=_lookback_values, inline_on_cpu=True)
 def engram_lookback(
     lookback: Tensor,
     token_ids: Tensor,
@@ -88,7 +88,7 @@ def _hash_values(ids, positions, query_start_loc, lookback, token_map, multiplie
     require_range(op, "positions", positions[real], 0, 2**63 - 1)
 
 
-@register(cpu=naive.ngram_hash, cuda="torch_replay.ops.engram.kernels", check_values=_hash_values)
+@register(cpu=naive.ngram_hash, cuda="torch_replay.ops.engram.kernels", check_values=_hash_values, inline_on_cpu=True)
 def ngram_hash(
     ids: Tensor,
     positions: Tensor,
@@ -151,7 +151,8 @@ def _lookup_values(table, scales, rows) -> None:
     require_range("engram_lookup", "rows", rows.clamp(min=-1), -1, table.shape[0] - 1)
 
 
-@register(cpu=naive.engram_lookup, cuda="torch_replay.ops.engram.kernels", check_values=_lookup_values)
+@register(cpu=naive.engram_lookup, cuda="torch_replay.ops.engram.kernels",
+          check_values=_lookup_values, inline_on_cpu=True)
 def engram_lookup(table: Tensor, scales: Optional[Tensor], rows: Tensor) -> Tensor:
     """Rows of a table: `table[rows]`, float8 rows times their shared exponents.
 

@@ -32,7 +32,7 @@ def _check_requests(shapes: Shapes, idx_mapping: Optional[Tensor]) -> None:
 
 
 @register(mutates=("block_tables",), cpu=naive.gather_block_tables,
-          cuda="torch_replay.ops.ring.kernels", check_values=gather_values)
+          cuda="torch_replay.ops.ring.kernels", check_values=gather_values, inline_on_cpu=True)
 def gather_block_tables(block_tables: Tensor, request_tables: Tensor, idx_mapping: Tensor, num_reqs: Tensor) -> None:
     """Block tables of the batch: row b gets the table of request idx_mapping[b].
 
@@ -54,7 +54,7 @@ def gather_block_tables(block_tables: Tensor, request_tables: Tensor, idx_mappin
 
 
 @register(mutates=("ring_start", "ring_committed"), cpu=naive.ring_reset,
-          cuda="torch_replay.ops.ring.kernels", check_values=reset_values)
+          cuda="torch_replay.ops.ring.kernels", check_values=reset_values, inline_on_cpu=True)
 def ring_reset(
     ring_start: Tensor,
     ring_committed: Tensor,
@@ -89,7 +89,7 @@ def ring_reset(
 
 
 @register(mutates=("ring_start", "ring_committed", "src_slots", "dst_slots", "plan_start", "plan_count"),
-          cpu=naive.ring_commit, cuda="torch_replay.ops.ring.kernels", check_values=commit_values)
+          cpu=naive.ring_commit, cuda="torch_replay.ops.ring.kernels", check_values=commit_values, inline_on_cpu=True)
 def _ring_commit(
     ring_start: Tensor,
     ring_committed: Tensor,
@@ -216,7 +216,8 @@ def _compact_values(plan_count, num_reqs) -> None:
     check.require_range("compact_active", "num_reqs", num_reqs, 0, plan_count.shape[1])
 
 
-@register(cpu=naive.compact_active, cuda="torch_replay.ops.ring.kernels", check_values=_compact_values)
+@register(cpu=naive.compact_active, cuda="torch_replay.ops.ring.kernels",
+          check_values=_compact_values, inline_on_cpu=True)
 def compact_active(plan_count: Tensor, num_reqs: Tensor) -> tuple[Tensor, Tensor]:
     """Batch rows that have a plan in any group, compacted: the `active_rows` of the materialise ops.
 

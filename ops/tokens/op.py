@@ -63,7 +63,7 @@ def _positions_values(positions, seq_lens, idx_mapping, query_start_loc, num_com
 
 
 @register(mutates=("positions", "seq_lens"), cpu=naive.prepare_positions,
-          cuda="torch_replay.ops.tokens.kernels", check_values=_positions_values)
+          cuda="torch_replay.ops.tokens.kernels", check_values=_positions_values, inline_on_cpu=True)
 def prepare_positions(
     positions: Tensor,
     seq_lens: Tensor,
@@ -103,7 +103,7 @@ def _mapping_values(slot_mappings, block_tables, query_start_loc, positions, blo
 
 
 @register(mutates=("slot_mappings",), cpu=naive.compute_slot_mappings,
-          cuda="torch_replay.ops.tokens.kernels", check_values=_mapping_values)
+          cuda="torch_replay.ops.tokens.kernels", check_values=_mapping_values, inline_on_cpu=True)
 def compute_slot_mappings(
     slot_mappings: Tensor,
     block_tables: Tensor,
@@ -143,7 +143,7 @@ def _pad_values(slot_mappings, cacheable_groups, query_start_loc, positions, rep
 
 
 @register(mutates=("slot_mappings",), cpu=naive.pad_replayed_slots,
-          cuda="torch_replay.ops.tokens.kernels", check_values=_pad_values)
+          cuda="torch_replay.ops.tokens.kernels", check_values=_pad_values, inline_on_cpu=True)
 def pad_replayed_slots(
     slot_mappings: Tensor,
     cacheable_groups: Tensor,
@@ -193,7 +193,8 @@ def _gather_values(rows, kept_query_start_loc, kept_positions, kept_slot_mapping
 
 
 @register(mutates=("rows", "kept_query_start_loc", "kept_positions", "kept_slot_mappings", "kept_kv_start"),
-          cpu=naive.gather_replay_rows, cuda="torch_replay.ops.tokens.kernels", check_values=_gather_values)
+          cpu=naive.gather_replay_rows, cuda="torch_replay.ops.tokens.kernels", check_values=_gather_values,
+          inline_on_cpu=True)
 def gather_replay_rows(
     rows: Tensor,
     kept_query_start_loc: Tensor,
@@ -256,7 +257,8 @@ def _write_values(cache, k, v, slot_mapping) -> None:
     require_distinct_slots("write_kv", "slot_mapping", slot_mapping)
 
 
-@register(mutates=("cache",), cpu=naive.write_kv, cuda="torch_replay.ops.tokens.kernels", check_values=_write_values)
+@register(mutates=("cache",), cpu=naive.write_kv, cuda="torch_replay.ops.tokens.kernels",
+          check_values=_write_values, inline_on_cpu=True)
 def write_kv(cache: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
     """Keys and values of a step's tokens into their slots of a paged cache.
 
