@@ -3,7 +3,9 @@
     OMP_NUM_THREADS=1 python -m benchmarks.cpu_step [--batches 1 4 8] [--tokens 1 4] [--output FILE]
 
 Both ways are compiled in one process from empty caches, the order changing from size to size, and then timed in turns:
-a round times one whole flush cycle of either, the median over rounds is the result. See `ops.registry.inlining`.
+a round times 16 steps of either, the median over rounds is the result. Times are of this process's CPU, of compilation
+with the compilers that it starts: other work on the machine lengthens those less than the wall clock's. See
+`ops.registry.inlining`.
 """
 
 import argparse
@@ -23,6 +25,7 @@ from torch_replay.models import small_model_dir
 from torch_replay.ops.registry import OPS, inlining
 
 MODES = {"opaque": False, "inlined": True}
+STEPS = 16
 
 
 class Subject:
@@ -31,26 +34,35 @@ class Subject:
     def __init__(self, model: HybridModel, batch: int, tokens: int, inlined: bool):
         self.engine = Engine(model, None, EngineConfig(max_num_seqs=batch, num_spec=tokens - 1, max_model_len=512,
                                                        decode_sizes=(batch,), startup_cache=False))
-        self.step = self.engine.decode
+        self.step, self.inlined = self.engine.decode, inlined
         metrics.reset()
         torch._dynamo.reset()  # nothing of the other way is found
-        begin = time.perf_counter()
+        begin = cpu_seconds()
         with fresh_cache(), inlining(inlined):
             _, codes = run_and_get_code(self.engine.warm_up, sampling=False, quiet=True)
-        self.compiled = {"warm_up_s": time.perf_counter() - begin, "kernels": metrics.generated_kernel_count,
+        self.compiled = {"warm_up_s": cpu_seconds() - begin, "kernels": metrics.generated_kernel_count,
                          **calls("".join(codes))}
         for place in range(batch):
             prompt = [(place + token) % 97 + 1 for token in range(24)]
             self.engine.add_request(prompt, SamplingParams(max_tokens=400, ignore_eos=True))
-            self.engine.step()
+            with inlining(inlined):
+                self.engine.step()
         self.rows = [(request.index, [1] * tokens) for request in self.engine.scheduler.running]
 
-    def cycle_ms(self, steps: int) -> float:
-        """Milliseconds of a step, the mean of `steps`. Positions stay, cursors move and fold."""
-        begin = time.perf_counter()
-        for _ in range(steps):
-            self.step(self.rows, "greedy")
-        return (time.perf_counter() - begin) * 1e3 / steps
+    def step_ms(self) -> float:
+        """Milliseconds of a step, the mean of STEPS. Positions stay, cursors move and fold."""
+        # outside of the context the guards would trace anew, and both ways run the same code
+        with inlining(self.inlined), torch._dynamo.config.patch(error_on_recompile=True):
+            begin = time.process_time()
+            for _ in range(STEPS):
+                self.step(self.rows, "greedy")
+            seconds = time.process_time() - begin
+        return seconds * 1e3 / STEPS
+
+
+def cpu_seconds() -> float:
+    """Of this process and of its children that have ended."""
+    return sum(os.times()[:4])
 
 
 def calls(code: str) -> dict[str, int]:
@@ -66,13 +78,12 @@ def compare(model: HybridModel, batch: int, tokens: int, rounds: int, swap: bool
     order = list(MODES)[:: -1 if swap else 1]
     subjects = {mode: Subject(model, batch, tokens, MODES[mode]) for mode in order}
     times = {mode: [] for mode in MODES}
-    steps = 32
-    for mode in MODES:
-        subjects[mode].cycle_ms(steps)
+    for subject in subjects.values():
+        subject.step_ms()
     for turn in range(rounds):
         for mode in order[:: -1 if turn % 2 else 1]:
-            times[mode].append(subjects[mode].cycle_ms(steps))
-    result = {"batch": batch, "tokens": tokens}
+            times[mode].append(subjects[mode].step_ms())
+    result = {"batch": batch, "tokens": tokens, "load_average": os.getloadavg()[0]}
     for mode in MODES:
         low, middle, high = statistics.quantiles(times[mode], n=4)
         result[mode] = {"step_ms": middle, "quartiles_ms": [low, high], "least_ms": min(times[mode]),
@@ -94,21 +105,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    torch._inductor.config.compile_threads = 1  # compilers are children, whose time counts
     model = HybridModel.from_pretrained(small_model_dir())
-    Subject(model, 1, 1, False)  # what every first compilation of a process pays is paid here
+    torch.compile(lambda x: x.sin() + 1)(torch.ones(3, 5))  # what a process's first compilation pays is paid here
     sizes = [(batch, tokens) for tokens in arguments.tokens for batch in arguments.batches]
-    results = []
-    for place, (batch, tokens) in enumerate(sizes):
-        results.append(compare(model, batch, tokens, arguments.rounds, swap=place % 2 == 1))
-        print(json.dumps(results[-1]), flush=True)
     record = {"torch": torch.__version__, "threads": torch.get_num_threads(), "cpus": os.cpu_count(),
-              "load": [round(value, 2) for value in os.getloadavg()],
-              "inlined": sorted(name for name, op in OPS.items() if op.inline_on_cpu), "sizes": results}
-    if arguments.output:
-        arguments.output.write_text(json.dumps(record, indent=1) + "\n")
+              "inlined": sorted(name for name, op in OPS.items() if op.inline_on_cpu), "sizes": []}
+    for place, (batch, tokens) in enumerate(sizes):
+        record["sizes"].append(compare(model, batch, tokens, arguments.rounds, swap=place % 2 == 1))
+        print(json.dumps(record["sizes"][-1]), flush=True)
+        if arguments.output:
+            arguments.output.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -79,8 +79,9 @@ def register(
         check_values: called with the op's arguments before a CPU kernel; looks at values (slot ranges, lengths),
             which a GPU cannot do without a host sync.
         inline_on_cpu: where torch.compile traces the wrapper on CPU tensors, the body and `cpu` are traced in place of
-            the op, so that Inductor fuses them with what stands around. `cpu` must trace: no value may reach Python,
-            and no shape may depend on one. `check_values` does not run then. See `inlining`.
+            the op, so that Inductor fuses them with what stands around. `check_values` does not run then. `cpu` must
+            trace: no value may reach Python, and no shape may depend on one. Nor may it write by index to a tensor
+            that can be a slice of a larger one: Inductor would copy all of that at every call. See `inlining`.
 
     A CUDA kernel runs with the device of the op's first CUDA tensor as the current one.
 
@@ -166,7 +167,8 @@ def _inlined(op: Op, args: tuple, kwargs: dict):
 def inlining(enabled: bool) -> Iterator[None]:
     """Within the context, ops registered with `inline_on_cpu` are traced as plain torch on a CPU (the default), or not.
 
-    It is read while a function is traced, not while compiled code runs; Dynamo's guards trace anew where it differs.
+    It is read while a function is traced. Hold it around the compiled calls too: Dynamo guards on it, and traces a
+    function anew that is called where the switch differs. (Without guards the first trace stays.)
     """
     global _inlining
     saved, _inlining = _inlining, enabled

@@ -32,9 +32,8 @@ def conv_replay(conv_ring, x, weight, bias, positions, slots, query_lens=None, *
         y = y * torch.sigmoid(y)
     out.copy_(torch.where(real[..., None], y, 0.0))
 
-    # a token that is not real stores what its column holds: the number of the others would depend on values
-    place = at[:, None], slice(None), (first[:, None] + torch.arange(tokens, device=x.device)) % ring_len
-    conv_ring[place] = torch.where(real[..., None], rounded, conv_ring[place])
+    row, token = real.nonzero(as_tuple=True)
+    conv_ring[at[row], :, (first[row] + token) % ring_len] = rounded[row, token]
 
 
 def listed_rows(active_rows: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ def _conv_values(conv_ring, x, weight, bias, positions, slots, query_lens=None, 
 
 
 @register(mutates=("conv_ring",), cpu=naive.conv_replay,
-          cuda="torch_replay.ops.conv.kernels", check_values=_conv_values, inline_on_cpu=True)
+          cuda="torch_replay.ops.conv.kernels", check_values=_conv_values)
 def conv_replay(
     conv_ring: Tensor,
     x: Tensor,

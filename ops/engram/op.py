@@ -88,7 +88,7 @@ def _hash_values(ids, positions, query_start_loc, lookback, token_map, multiplie
     require_range(op, "positions", positions[real], 0, 2**63 - 1)
 
 
-@register(cpu=naive.ngram_hash, cuda="torch_replay.ops.engram.kernels", check_values=_hash_values, inline_on_cpu=True)
+@register(cpu=naive.ngram_hash, cuda="torch_replay.ops.engram.kernels", check_values=_hash_values)
 def ngram_hash(
     ids: Tensor,
     positions: Tensor,

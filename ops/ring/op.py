@@ -54,7 +54,7 @@ def gather_block_tables(block_tables: Tensor, request_tables: Tensor, idx_mappin
 
 
 @register(mutates=("ring_start", "ring_committed"), cpu=naive.ring_reset,
-          cuda="torch_replay.ops.ring.kernels", check_values=reset_values, inline_on_cpu=True)
+          cuda="torch_replay.ops.ring.kernels", check_values=reset_values)
 def ring_reset(
     ring_start: Tensor,
     ring_committed: Tensor,
@@ -89,7 +89,7 @@ def ring_reset(
 
 
 @register(mutates=("ring_start", "ring_committed", "src_slots", "dst_slots", "plan_start", "plan_count"),
-          cpu=naive.ring_commit, cuda="torch_replay.ops.ring.kernels", check_values=commit_values, inline_on_cpu=True)
+          cpu=naive.ring_commit, cuda="torch_replay.ops.ring.kernels", check_values=commit_values)
 def _ring_commit(
     ring_start: Tensor,
     ring_committed: Tensor,
@@ -216,8 +216,7 @@ def _compact_values(plan_count, num_reqs) -> None:
     check.require_range("compact_active", "num_reqs", num_reqs, 0, plan_count.shape[1])
 
 
-@register(cpu=naive.compact_active, cuda="torch_replay.ops.ring.kernels",
-          check_values=_compact_values, inline_on_cpu=True)
+@register(cpu=naive.compact_active, cuda="torch_replay.ops.ring.kernels", check_values=_compact_values)
 def compact_active(plan_count: Tensor, num_reqs: Tensor) -> tuple[Tensor, Tensor]:
     """Batch rows that have a plan in any group, compacted: the `active_rows` of the materialise ops.
 

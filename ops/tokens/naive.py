@@ -83,11 +83,9 @@ def gather_replay_rows(
 
 def write_kv(cache, k, v, slot_mapping) -> None:
     block_size = cache.shape[1]
-    kept = slot_mapping >= block_size
-    slot = torch.where(kept, slot_mapping, 0).long()
+    kept = (slot_mapping >= block_size).nonzero().squeeze(1)
+    slot = slot_mapping[kept].long()
     block, offset = torch.div(slot, block_size, rounding_mode="floor"), slot % block_size
-    # Advanced indices straight into the base, so that any strides work without a copy of the cache. A token without a
-    # slot stores what the null block holds: the number of the others would depend on values.
-    for which, new in enumerate((k, v)):
-        place = block, offset, which
-        cache[place] = torch.where(kept[:, None, None], new.to(cache.dtype), cache[place])
+    # advanced indices straight into the base, so that any strides work without a copy of the cache
+    cache[block, offset, 0] = k[kept].to(cache.dtype)
+    cache[block, offset, 1] = v[kept].to(cache.dtype)

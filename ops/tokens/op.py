@@ -143,7 +143,7 @@ def _pad_values(slot_mappings, cacheable_groups, query_start_loc, positions, rep
 
 
 @register(mutates=("slot_mappings",), cpu=naive.pad_replayed_slots,
-          cuda="torch_replay.ops.tokens.kernels", check_values=_pad_values, inline_on_cpu=True)
+          cuda="torch_replay.ops.tokens.kernels", check_values=_pad_values)
 def pad_replayed_slots(
     slot_mappings: Tensor,
     cacheable_groups: Tensor,
@@ -193,8 +193,7 @@ def _gather_values(rows, kept_query_start_loc, kept_positions, kept_slot_mapping
 
 
 @register(mutates=("rows", "kept_query_start_loc", "kept_positions", "kept_slot_mappings", "kept_kv_start"),
-          cpu=naive.gather_replay_rows, cuda="torch_replay.ops.tokens.kernels", check_values=_gather_values,
-          inline_on_cpu=True)
+          cpu=naive.gather_replay_rows, cuda="torch_replay.ops.tokens.kernels", check_values=_gather_values)
 def gather_replay_rows(
     rows: Tensor,
     kept_query_start_loc: Tensor,
@@ -257,8 +256,7 @@ def _write_values(cache, k, v, slot_mapping) -> None:
     require_distinct_slots("write_kv", "slot_mapping", slot_mapping)
 
 
-@register(mutates=("cache",), cpu=naive.write_kv, cuda="torch_replay.ops.tokens.kernels",
-          check_values=_write_values, inline_on_cpu=True)
+@register(mutates=("cache",), cpu=naive.write_kv, cuda="torch_replay.ops.tokens.kernels", check_values=_write_values)
 def write_kv(cache: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
     """Keys and values of a step's tokens into their slots of a paged cache.
 
