@@ -6,8 +6,10 @@ import pytest
 import torch
 from harness import call, clone, compare, named, poisoned_outputs, raw
 
+from torch_replay.ops.attention.samples import indices as indices_of
 from torch_replay.ops.registry import OPS, inlining, override_kernel
-from torch_replay.ops.samples import samples
+from torch_replay.ops.samples import Rng, samples
+from torch_replay.ops.tokens.samples import positions_of
 
 INLINED = [name for name, op in OPS.items() if op.inline_on_cpu]
 BY_OP = defaultdict(list)
@@ -81,7 +83,7 @@ def test_a_wrong_kernel_fails(op, monkeypatch):
     def wrong(*args, out=None, **kwargs):
         right(*args, **kwargs, **({} if out is None else {"out": out}))
         if torch.compiler.is_compiling():
-            written = args[0] if out is None else out
+            written = kwargs[OPS[op].mutates[0]] if out is None else out
             written[(-1,) * written.dim()] = 3
 
     monkeypatch.setitem(OPS[op].kernels, "cpu", wrong)
@@ -99,6 +101,23 @@ def test_no_op_in_the_graph(op):
         assert captured(lambda: wrapper(**arguments))[op] == 1
     with override_kernel(op, "cpu", OPS[op].kernels["cpu"]):
         assert captured(lambda: wrapper(**arguments))[op] == 1
+
+
+@pytest.mark.parametrize("op, build", [("prepare_positions", positions_of), ("swa_indices", indices_of)])
+def test_sizes_stay_dynamic(op, build):
+    """No size is made a constant by the checks and their messages: one graph for all."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(OPS[op].wrapper, fullgraph=True, dynamic=True, backend=backend)
+    for rows, tokens in ((5, 3), (6, 5), (7, 2)):  # no two sizes of the first are equal
+        args, kwargs = build(Rng(0, "cpu", torch.float32), rows=rows, tokens=tokens, uniform=True)
+        compiled(*args, **kwargs)
+    assert len(graphs) == 1
 
 
 def test_export_keeps_the_op():

@@ -79,12 +79,13 @@ def swa_indices(
     require(block_size >= 1, shapes.op, "block_size", block_size, "1 or more")
     shapes("indices", indices, "tokens window", INDEX)
     shapes("lens", lens, "tokens", I32)
-    require(indices.shape[1] == window, shapes.op, "indices", f"of shape {tuple(indices.shape)}",
-            f"[tokens, window] with window = {window}")
+    if indices.shape[1] != window:
+        fail(shapes.op, "indices", f"of shape {tuple(indices.shape)}", f"[tokens, window] with window = {window}")
     shapes("seq_lens", seq_lens, "B", INDEX)
     check_layout(shapes, query_start_loc, query_lens)
     shapes("block_table", block_table, "B C", INDEX)
-    require(shapes.C >= 1, shapes.op, "block_table", f"of {shapes.C} columns", "1 or more")
+    if shapes.C < 1:
+        fail(shapes.op, "block_table", f"of {shapes.C} columns", "1 or more")
     shapes("slot_mapping", slot_mapping, "tokens", INDEX)
     shapes("replay_start", replay_start, "B", INDEX)
 

@@ -68,8 +68,10 @@ def engram_lookback(
     shapes("idx_mapping", idx_mapping, "B", INDEX)
     check_layout(shapes, query_start_loc, query_lens)
     shapes.count("num_reqs", num_reqs)
-    require(shapes.rows >= shapes.B, shapes.op, "lookback", f"of {shapes.rows} rows", f"B = {shapes.B} or more")
-    require(shapes.depth >= 1, shapes.op, "lookback", f"of depth {shapes.depth}", "1 or more")
+    if shapes.rows < shapes.B:
+        fail(shapes.op, "lookback", f"of {shapes.rows} rows", f"B = {shapes.B} or more")
+    if shapes.depth < 1:
+        fail(shapes.op, "lookback", f"of depth {shapes.depth}", "1 or more")
 
 
 def _hash_values(ids, positions, query_start_loc, lookback, token_map, multipliers, primes, offsets, pad_id,
@@ -179,8 +181,8 @@ def engram_lookup(table: Tensor, scales: Optional[Tensor], rows: Tensor) -> Tens
     require((scales is not None) == coarse, "engram_lookup", "scales", "None" if scales is None else "given",
             f"exponents exactly for float8 tables, not for {table.dtype}")
     if coarse:
-        require(stored.D % SCALED == 0, "engram_lookup", "table", f"of rows of {stored.D} values",
-                f"a multiple of {SCALED} in float8")
+        if stored.D % SCALED:
+            fail("engram_lookup", "table", f"of rows of {stored.D} values", f"a multiple of {SCALED} in float8")
         stored("scales", scales, f"R {stored.D // SCALED}", U8)
     require(table.device == rows.device or table.device.type == "cpu", "engram_lookup", "rows", f"on {rows.device}",
             f"on {table.device} like table, which does not lie in host memory")

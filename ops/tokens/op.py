@@ -33,9 +33,10 @@ def check_layout(shapes: Shapes, query_start_loc: Tensor, query_lens: Optional[T
     """Shapes of the two tensors that lay rows out over tokens; B is bound already. Shared with the attention ops."""
     shapes("query_start_loc", query_start_loc, "B+1", INDEX)
     shapes("query_lens", query_lens, "B", INDEX)
-    require(shapes.B >= 1, shapes.op, "query_start_loc", f"for {shapes.B} rows", "1 row or more")
-    require(query_start_loc.shape[0] == shapes.B + 1, shapes.op, "query_start_loc",
-            f"of shape {tuple(query_start_loc.shape)}", f"[B+1] with B = {shapes.B}")
+    if shapes.B < 1:
+        fail(shapes.op, "query_start_loc", f"for {shapes.B} rows", "1 row or more")
+    if query_start_loc.shape[0] != shapes.B + 1:
+        fail(shapes.op, "query_start_loc", f"of shape {tuple(query_start_loc.shape)}", f"[B+1] with B = {shapes.B}")
 
 
 def check_layout_values(op: str, query_start_loc: Tensor, query_lens: Optional[Tensor], tokens: int) -> None:
@@ -91,7 +92,8 @@ def prepare_positions(
     shapes("idx_mapping", idx_mapping, "B", INDEX)
     check_layout(shapes, query_start_loc, query_lens)
     shapes("num_computed", num_computed, "reqs", INDEX)
-    require(shapes.reqs >= 1, shapes.op, "num_computed", f"of {shapes.reqs} requests", "1 or more")
+    if shapes.reqs < 1:
+        fail(shapes.op, "num_computed", f"of {shapes.reqs} requests", "1 or more")
 
 
 def _mapping_values(slot_mappings, block_tables, query_start_loc, positions, block_sizes, query_lens=None) -> None:
@@ -131,7 +133,8 @@ def compute_slot_mappings(
     check_layout(shapes, query_start_loc, query_lens)
     shapes("positions", positions, "tokens", INDEX)
     shapes("block_sizes", block_sizes, "G", INDEX)
-    require(shapes.C >= 1, shapes.op, "block_tables", f"of {shapes.C} columns", "1 or more")
+    if shapes.C < 1:
+        fail(shapes.op, "block_tables", f"of {shapes.C} columns", "1 or more")
 
 
 def _pad_values(slot_mappings, cacheable_groups, query_start_loc, positions, replay_start, query_lens=None, *,
