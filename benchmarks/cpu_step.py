@@ -105,7 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch._inductor.config.compile_threads = 1  # compilers are children, whose time counts

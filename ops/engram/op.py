@@ -36,7 +36,7 @@ def _lookback_values(lookback, token_ids, positions, query_start_loc, idx_mappin
 
 
 @register(mutates=("lookback",), cpu=naive.engram_lookback, cuda="torch_replay.ops.engram.kernels",
-          check_values=_lookback_values, inline_on_cpu=True)
+          check_values=_lookback_values)
 def engram_lookback(
     lookback: Tensor,
     token_ids: Tensor,
@@ -68,10 +68,8 @@ def engram_lookback(
     shapes("idx_mapping", idx_mapping, "B", INDEX)
     check_layout(shapes, query_start_loc, query_lens)
     shapes.count("num_reqs", num_reqs)
-    if shapes.rows < shapes.B:
-        fail(shapes.op, "lookback", f"of {shapes.rows} rows", f"B = {shapes.B} or more")
-    if shapes.depth < 1:
-        fail(shapes.op, "lookback", f"of depth {shapes.depth}", "1 or more")
+    require(shapes.rows >= shapes.B, shapes.op, "lookback", f"of {shapes.rows} rows", f"B = {shapes.B} or more")
+    require(shapes.depth >= 1, shapes.op, "lookback", f"of depth {shapes.depth}", "1 or more")
 
 
 def _hash_values(ids, positions, query_start_loc, lookback, token_map, multipliers, primes, offsets, pad_id,
