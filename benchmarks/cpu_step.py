@@ -1,6 +1,6 @@
 """The decode step of the small model on a CPU, with small ops traced as plain torch and with every op opaque.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.cpu_step [--batches 1 4 8] [--tokens 1 4] [--output FILE]
+    OMP_NUM_THREADS=1 python -m benchmarks.cpu_step [--batches 1 4 8] [--tokens 1 4] [--ops OP ...] [--output FILE]
 
 Both ways are compiled in one process from empty caches, the order changing from size to size, and then timed in turns:
 a round times 16 steps of either, the median over rounds is the result. Times are of this process's CPU, of compilation
@@ -106,8 +106,12 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--ops", nargs="+", choices=list(OPS), metavar="OP", help="ops to inline (those registered so)")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    if arguments.ops:
+        for op in OPS.values():
+            op.inline_on_cpu = op.name in arguments.ops
     torch._inductor.config.compile_threads = 1  # compilers are children, whose time counts
     model = HybridModel.from_pretrained(small_model_dir())
     torch.compile(lambda x: x.sin() + 1)(torch.ones(3, 5))  # what a process's first compilation pays is paid here

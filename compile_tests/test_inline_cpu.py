@@ -6,10 +6,9 @@ import pytest
 import torch
 from harness import call, clone, compare, named, poisoned_outputs, raw
 
-from torch_replay.ops.attention.samples import indices as indices_of
 from torch_replay.ops.registry import OPS, inlining, override_kernel
+from torch_replay.ops.ring.samples import gather
 from torch_replay.ops.samples import Rng, samples
-from torch_replay.ops.tokens.samples import positions_of
 
 INLINED = [name for name, op in OPS.items() if op.inline_on_cpu]
 BY_OP = defaultdict(list)
@@ -103,8 +102,7 @@ def test_no_op_in_the_graph(op):
         assert captured(lambda: wrapper(**arguments))[op] == 1
 
 
-@pytest.mark.parametrize("op, build", [("prepare_positions", positions_of), ("swa_indices", indices_of)])
-def test_sizes_stay_dynamic(op, build):
+def test_sizes_stay_dynamic():
     """No size is made a constant by the checks and their messages: one graph for all."""
     graphs = []
 
@@ -113,10 +111,10 @@ def test_sizes_stay_dynamic(op, build):
         return graph.forward
 
     torch._dynamo.reset()
-    compiled = torch.compile(OPS[op].wrapper, fullgraph=True, dynamic=True, backend=backend)
-    for rows, tokens in ((5, 3), (6, 5), (7, 2)):  # no two sizes of the first are equal
-        args, kwargs = build(Rng(0, "cpu", torch.float32), rows=rows, tokens=tokens, uniform=True)
-        compiled(*args, **kwargs)
+    compiled = torch.compile(OPS["gather_block_tables"].wrapper, fullgraph=True, dynamic=True, backend=backend)
+    for groups, rows, reqs, columns in ((2, 5, 8, 3), (4, 6, 9, 7), (3, 7, 30, 4)):
+        args, _ = gather(Rng(0, "cpu", torch.float32), groups, rows, reqs, columns)
+        compiled(*args)
     assert len(graphs) == 1
 
 

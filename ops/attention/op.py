@@ -40,7 +40,7 @@ def _indices_values(indices, lens, seq_lens, query_start_loc, block_table, slot_
 
 
 @register(mutates=("indices", "lens"), cpu=naive.swa_indices, cuda="torch_replay.ops.attention.kernels",
-          check_values=_indices_values, inline_on_cpu=True)
+          check_values=_indices_values)
 def swa_indices(
     indices: Tensor,
     lens: Tensor,
@@ -79,13 +79,12 @@ def swa_indices(
     require(block_size >= 1, shapes.op, "block_size", block_size, "1 or more")
     shapes("indices", indices, "tokens window", INDEX)
     shapes("lens", lens, "tokens", I32)
-    if indices.shape[1] != window:
-        fail(shapes.op, "indices", f"of shape {tuple(indices.shape)}", f"[tokens, window] with window = {window}")
+    require(indices.shape[1] == window, shapes.op, "indices", f"of shape {tuple(indices.shape)}",
+            f"[tokens, window] with window = {window}")
     shapes("seq_lens", seq_lens, "B", INDEX)
     check_layout(shapes, query_start_loc, query_lens)
     shapes("block_table", block_table, "B C", INDEX)
-    if shapes.C < 1:
-        fail(shapes.op, "block_table", f"of {shapes.C} columns", "1 or more")
+    require(shapes.C >= 1, shapes.op, "block_table", f"of {shapes.C} columns", "1 or more")
     shapes("slot_mapping", slot_mapping, "tokens", INDEX)
     shapes("replay_start", replay_start, "B", INDEX)
 

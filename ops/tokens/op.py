@@ -33,10 +33,9 @@ def check_layout(shapes: Shapes, query_start_loc: Tensor, query_lens: Optional[T
     """Shapes of the two tensors that lay rows out over tokens; B is bound already. Shared with the attention ops."""
     shapes("query_start_loc", query_start_loc, "B+1", INDEX)
     shapes("query_lens", query_lens, "B", INDEX)
-    if shapes.B < 1:
-        fail(shapes.op, "query_start_loc", f"for {shapes.B} rows", "1 row or more")
-    if query_start_loc.shape[0] != shapes.B + 1:
-        fail(shapes.op, "query_start_loc", f"of shape {tuple(query_start_loc.shape)}", f"[B+1] with B = {shapes.B}")
+    require(shapes.B >= 1, shapes.op, "query_start_loc", f"for {shapes.B} rows", "1 row or more")
+    require(query_start_loc.shape[0] == shapes.B + 1, shapes.op, "query_start_loc",
+            f"of shape {tuple(query_start_loc.shape)}", f"[B+1] with B = {shapes.B}")
 
 
 def check_layout_values(op: str, query_start_loc: Tensor, query_lens: Optional[Tensor], tokens: int) -> None:
@@ -64,7 +63,7 @@ def _positions_values(positions, seq_lens, idx_mapping, query_start_loc, num_com
 
 
 @register(mutates=("positions", "seq_lens"), cpu=naive.prepare_positions,
-          cuda="torch_replay.ops.tokens.kernels", check_values=_positions_values, inline_on_cpu=True)
+          cuda="torch_replay.ops.tokens.kernels", check_values=_positions_values)
 def prepare_positions(
     positions: Tensor,
     seq_lens: Tensor,
@@ -92,8 +91,7 @@ def prepare_positions(
     shapes("idx_mapping", idx_mapping, "B", INDEX)
     check_layout(shapes, query_start_loc, query_lens)
     shapes("num_computed", num_computed, "reqs", INDEX)
-    if shapes.reqs < 1:
-        fail(shapes.op, "num_computed", f"of {shapes.reqs} requests", "1 or more")
+    require(shapes.reqs >= 1, shapes.op, "num_computed", f"of {shapes.reqs} requests", "1 or more")
 
 
 def _mapping_values(slot_mappings, block_tables, query_start_loc, positions, block_sizes, query_lens=None) -> None:
@@ -105,7 +103,7 @@ def _mapping_values(slot_mappings, block_tables, query_start_loc, positions, blo
 
 
 @register(mutates=("slot_mappings",), cpu=naive.compute_slot_mappings,
-          cuda="torch_replay.ops.tokens.kernels", check_values=_mapping_values, inline_on_cpu=True)
+          cuda="torch_replay.ops.tokens.kernels", check_values=_mapping_values)
 def compute_slot_mappings(
     slot_mappings: Tensor,
     block_tables: Tensor,
@@ -133,8 +131,7 @@ def compute_slot_mappings(
     check_layout(shapes, query_start_loc, query_lens)
     shapes("positions", positions, "tokens", INDEX)
     shapes("block_sizes", block_sizes, "G", INDEX)
-    if shapes.C < 1:
-        fail(shapes.op, "block_tables", f"of {shapes.C} columns", "1 or more")
+    require(shapes.C >= 1, shapes.op, "block_tables", f"of {shapes.C} columns", "1 or more")
 
 
 def _pad_values(slot_mappings, cacheable_groups, query_start_loc, positions, replay_start, query_lens=None, *,
