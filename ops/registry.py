@@ -82,9 +82,8 @@ def register(
             the op, so that Inductor fuses them with what stands around. `check_values` does not run then. `cpu` must
             trace: no value may reach Python, and no shape may depend on one. Nor may it write by index to a tensor
             that can be a slice of a larger one, or read one that the same graph writes by index: Inductor would copy
-            all of it at every call. The body writes a
-            message (`fail`) after a check has failed, not before (`require`): a size in a string becomes a constant of
-            the graph. See `inlining`.
+            all of it at every call. The body writes a message (`fail`) after a check has failed, not before
+            (`require`): a size in a string becomes a constant of the graph. See `inlining`.
 
     A CUDA kernel runs with the device of the op's first CUDA tensor as the current one.
 
