@@ -10,6 +10,7 @@ from torch._inductor.utils import run_and_get_code
 from torch_replay import SamplingParams
 from torch_replay.engram import DeviceTable
 from torch_replay.graphs.compiled import compile_alone
+from torch_replay.ops.registry import OPS, inlining
 
 PATTERN = ("mamba2", "gdn", "swa", "full", "mlp", "mamba2")
 PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -26,8 +27,10 @@ def prompts():
     return [torch.randint(1, 61, (n,), generator=generator).tolist() for n in (5, 1, 37, 70, 16, 12)]
 
 
-def traced(model, route="greedy", **options) -> tuple[Counter, int]:
-    """Calls of the decode step's FX graph by target, and how many graphs there were."""
+def traced(model, route="greedy", inlined=False, **options) -> tuple[Counter, int]:
+    """Calls of the decode step's FX graph by target, and how many graphs there were.
+
+    inlined: as on a CPU by default. False: every op of this project is one call, as on a GPU."""
     graphs = []
 
     def backend(graph, inputs):
@@ -38,7 +41,8 @@ def traced(model, route="greedy", **options) -> tuple[Counter, int]:
     torch._dynamo.reset()
     step = getattr(runner.decode, f"{route}_step")
     runner.decode.run[route] = torch.compile(step, fullgraph=True, backend=backend, dynamic=False)
-    runner.warm_up(sampling=route == "sampled", greedy=route == "greedy")
+    with inlining(inlined):
+        runner.warm_up(sampling=route == "sampled", greedy=route == "greedy")
     nodes = [node for node in graphs[0].graph.nodes if node.op == "call_function"]
     return Counter(str(node.target) for node in nodes), len(graphs)
 
@@ -72,6 +76,17 @@ def test_op_histogram(model, memory, num_spec, route):
     assert {name.removesuffix(".default"): n for name, n in ours.items()} == HISTOGRAM[memory]
     # in and out of each mixer, up and down of the MLP, and the tied head
     assert sum(n for name, n in calls.items() if "linear" in name) == 2 * len(PATTERN) + 1
+
+
+@pytest.mark.parametrize("memory", HISTOGRAM)
+def test_inlined_op_histogram(model, memory):
+    """By default, on a CPU, the small ops are gone from the graph and the others stay."""
+    options = {"plain": {"replay": False}, "snapshots": {"prefix_cache": True, "state_block_size": 3}}
+    calls, graphs = traced(model, inlined=True, num_spec=3, **options.get(memory, {}))
+    assert graphs == 1
+    ours = {name.split(".")[1]: n for name, n in calls.items() if name.startswith("torch_replay.")}
+    assert ours == {name: n for name, n in HISTOGRAM[memory].items() if not OPS[name].inline_on_cpu}
+    assert ours.keys() != HISTOGRAM[memory].keys()
 
 
 def test_engram_op_histogram():

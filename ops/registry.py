@@ -30,6 +30,8 @@ if "_LIBRARY" not in globals():
     _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
     OPS: dict[str, "Op"] = {}
 
+_inlining = True  # see `inlining`
+
 
 @dataclass
 class Op:
@@ -47,6 +49,7 @@ class Op:
     overload: Optional[torch._ops.OpOverload] = None
     wrapper: Optional[Callable] = None
     flashinfer: Optional[str] = None
+    inline_on_cpu: bool = False
     overridden: set[str] = field(default_factory=set)
 
     def kernel(self, device: str) -> Callable:
@@ -63,6 +66,7 @@ def register(
     flashinfer: Optional[str] = None,
     mutates: tuple[str, ...] = (),
     check_values: Optional[Callable] = None,
+    inline_on_cpu: bool = False,
 ) -> Callable:
     """Decorator that registers an op and returns its Python wrapper.
 
@@ -74,6 +78,12 @@ def register(
         mutates: names of the arguments that the op writes.
         check_values: called with the op's arguments before a CPU kernel; looks at values (slot ranges, lengths),
             which a GPU cannot do without a host sync.
+        inline_on_cpu: where torch.compile traces the wrapper on CPU tensors, the body and `cpu` are traced in place of
+            the op, so that Inductor fuses them with what stands around. `check_values` does not run then. `cpu` must
+            trace: no value may reach Python, and no shape may depend on one. Nor may it write by index to a tensor
+            that can be a slice of a larger one, or read one that the same graph writes by index: Inductor would copy
+            all of it at every call. The body writes a message (`fail`) after a check has failed, not before
+            (`require`): a size in a string becomes a constant of the graph. See `inlining`.
 
     A CUDA kernel runs with the device of the op's first CUDA tensor as the current one.
 
@@ -88,7 +98,7 @@ def register(
         schema = name + torch.library.infer_schema(body, mutates_args=mutates)
         kernels = {"cpu": cpu, "cuda": cuda or cpu}
         op = Op(name, schema, mutates, body, inspect.signature(body), check_values, kernels,
-                flashinfer=flashinfer)
+                flashinfer=flashinfer, inline_on_cpu=inline_on_cpu)
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(name, _implementation(op, "cpu"), "CPU")
         _LIBRARY.impl(name, _implementation(op, "cuda"), "CUDA")
@@ -130,10 +140,44 @@ def _wrapper(op: Op) -> Callable:
     def call(*args, **kwargs):
         if not torch.compiler.is_compiling():
             _check_types(op, hints, args, kwargs)
+        elif op.inline_on_cpu and _inlines(op, args, kwargs):
+            return _inlined(op, args, kwargs)
         return overload(*args, **kwargs)
 
     call.__name__ = call.__qualname__ = op.name
     return call
+
+
+def _inlines(op: Op, args: tuple, kwargs: dict) -> bool:
+    """Whether this traced call becomes plain torch. An exported graph keeps the op: other devices may run it."""
+    if not _inlining or torch.compiler.is_exporting() or "cpu" in op.overridden:
+        return False
+    return all(value.is_cpu for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+
+
+def _inlined(op: Op, args: tuple, kwargs: dict):
+    """What `_implementation` does on a CPU, for Dynamo to trace: checks of shapes and dtypes, then the reference."""
+    out = op.body(*args, **kwargs)
+    if out is None:
+        op.kernels["cpu"](*args, **kwargs)
+    else:
+        op.kernels["cpu"](*args, **kwargs, out=out)
+    return out
+
+
+@contextlib.contextmanager
+def inlining(enabled: bool) -> Iterator[None]:
+    """Within the context, ops registered with `inline_on_cpu` are traced as plain torch on a CPU (the default), or not.
+
+    It is read while a function is traced. Hold it around the compiled calls too: Dynamo guards on it, and traces a
+    function anew that is called where the switch differs. (Without guards the first trace stays.)
+    """
+    global _inlining
+    saved, _inlining = _inlining, enabled
+    try:
+        yield
+    finally:
+        _inlining = saved
 
 
 def _check_types(op: Op, hints: dict, args: tuple, kwargs: dict) -> None:

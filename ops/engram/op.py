@@ -151,7 +151,8 @@ def _lookup_values(table, scales, rows) -> None:
     require_range("engram_lookup", "rows", rows.clamp(min=-1), -1, table.shape[0] - 1)
 
 
-@register(cpu=naive.engram_lookup, cuda="torch_replay.ops.engram.kernels", check_values=_lookup_values)
+@register(cpu=naive.engram_lookup, cuda="torch_replay.ops.engram.kernels",
+          check_values=_lookup_values, inline_on_cpu=True)
 def engram_lookup(table: Tensor, scales: Optional[Tensor], rows: Tensor) -> Tensor:
     """Rows of a table: `table[rows]`, float8 rows times their shared exponents.
 
@@ -178,8 +179,8 @@ def engram_lookup(table: Tensor, scales: Optional[Tensor], rows: Tensor) -> Tens
     require((scales is not None) == coarse, "engram_lookup", "scales", "None" if scales is None else "given",
             f"exponents exactly for float8 tables, not for {table.dtype}")
     if coarse:
-        require(stored.D % SCALED == 0, "engram_lookup", "table", f"of rows of {stored.D} values",
-                f"a multiple of {SCALED} in float8")
+        if stored.D % SCALED:
+            fail("engram_lookup", "table", f"of rows of {stored.D} values", f"a multiple of {SCALED} in float8")
         stored("scales", scales, f"R {stored.D // SCALED}", U8)
     require(table.device == rows.device or table.device.type == "cpu", "engram_lookup", "rows", f"on {rows.device}",
             f"on {table.device} like table, which does not lie in host memory")

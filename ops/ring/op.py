@@ -32,7 +32,7 @@ def _check_requests(shapes: Shapes, idx_mapping: Optional[Tensor]) -> None:
 
 
 @register(mutates=("block_tables",), cpu=naive.gather_block_tables,
-          cuda="torch_replay.ops.ring.kernels", check_values=gather_values)
+          cuda="torch_replay.ops.ring.kernels", check_values=gather_values, inline_on_cpu=True)
 def gather_block_tables(block_tables: Tensor, request_tables: Tensor, idx_mapping: Tensor, num_reqs: Tensor) -> None:
     """Block tables of the batch: row b gets the table of request idx_mapping[b].
 
