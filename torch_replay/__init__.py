@@ -15,7 +15,7 @@ from .ops.backends import set_backend  # noqa: E402
 
 __version__ = "0.1.0"
 _LAZY = {
-    "Engine": "engine", "EngineConfig": "engine", "RequestOutput": "engine", "SamplingParams": "request",
+    "Engine": "engine", "EngineConfig": "engine_config", "RequestOutput": "engine", "SamplingParams": "request",
     "ReplayContext": "replay_context", "DefaultModelState": "model_state", "ReplayModelState": "model_state",
     "SpecializedDecodeModelState": "specialized_decode",
     "HybridConfig": "models", "HybridModel": "models", "StepAgreement": "parallel", "RankFailure": "parallel",
