@@ -193,6 +193,24 @@ def test_failed_step(model, prompts, want, op, after):
     assert [final[i] for i in ids] == [tokens[:count] for tokens in want]
 
 
+def test_outputs_before_a_failure(model, prompts, want):
+    """A prompt that ended in a step whose decode rows then failed is handed out; the next call raises."""
+    runner = engine(model)
+    first = runner.add_request(prompts[0], PARAMS)
+    runner.step()
+    second = runner.add_request(prompts[1], SamplingParams(max_tokens=1, ignore_eos=True))
+    with override_kernel("mamba2_replay", "cpu", failing_kernel("mamba2_replay", 1, Injected)):
+        outputs = runner.step()
+        assert [(output.id, output.token_ids) for output in outputs] == [(second, want[1][:1])]
+        assert runner.has_work
+        with pytest.raises(Injected):
+            runner.step()
+    final = {}
+    while runner.has_work:
+        final.update((output.id, output.token_ids) for output in runner.step())
+    assert final == {first: want[0]}
+
+
 def test_failing_callback(model, prompts, want):
     """An exception in one request's callback ends that request only, and `step` raises it after the others' turn."""
     runner = engine(model)
@@ -344,7 +362,7 @@ def test_bad_prompts(model, prompt, message):
 @pytest.mark.parametrize("options, message", [
     ({"num_spec": 16}, "num_spec is 16"), ({"window": 0}, "window is 0"), ({"ring_len": 16}, "ring_len is 16"),
     ({"max_model_len": 300}, "max_model_len is 300"), ({"block_size": 0}, "block_size is 0"),
-    ({"chunk_size": True}, "chunk_size is True"),
+    ({"chunk_size": True}, "chunk_size is True"), ({"decode_sizes": (1, 2)}, r"decode_sizes is \(1, 2\)"),
 ])
 def test_bad_options(model, options, message):
     """Limits that contradict each other are refused by name."""
