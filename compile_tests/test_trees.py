@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cuda_graphs import STRICT, device_calls, recordings
-from test_engine import RandomDrafter
+from test_warm_serving import GREEDY, sweep
 from tiny import engine, tiny_model
 
 from torch_replay import SamplingParams
@@ -12,8 +12,6 @@ from torch_replay.graphs.compiled import compile_alone
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 PATTERN = ("mamba2", "engram", "gdn", "swa", "full", "mlp")
-GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
-SAMPLED = SamplingParams(max_tokens=12, temperature=1.0, top_k=20, seed=3, ignore_eos=True)
 OPTIONS = {
     "spec": {"num_spec": 2, "window": 3},
     "no_spec": {},
@@ -34,27 +32,6 @@ def warm(model, **options):
         runner.warm_up(quiet=True)
     assert len(made) == 2 * len(runner.steps), "each size on each route is recorded once"
     return runner
-
-
-def sweep(runner) -> list[list[int]]:
-    """Every batch size, greedy, sampled and mixed, drafts of every length, prompts seen before, aborts in mid-text."""
-    generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(1, 61, (n,), generator=generator).tolist() for n in (30, 1, 17)]
-    if runner.config.num_spec:
-        runner.scheduler.drafter = RandomDrafter([])
-    texts = []
-    for size in range(1, len(prompts) + 1):
-        for params in ([GREEDY] * size, [SAMPLED] * size, [GREEDY, SAMPLED, GREEDY][:size]):
-            victim = runner.add_request([7, 8, 9], GREEDY)
-            ids = [runner.add_request(prompt, each) for prompt, each in zip(prompts, params)]
-            for _ in range(4):
-                runner.step()
-            runner.abort(victim)
-            final = {}
-            while runner.has_work:
-                final.update((output.id, output.token_ids) for output in runner.step())
-            texts += [final[i] for i in ids]
-    return texts
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
