@@ -117,9 +117,9 @@ class Engine:
 
     def _make_prefill_step(self, packed) -> Optional[PrefillStep]:
         """None where prefill runs eagerly, as it always does with ranks and with n-gram rows that the host fetches."""
-        config, cuda = self.config, self.memory.device.type == "cuda"
-        wanted = config.compiled and cuda if config.compiled_prefill is None else config.compiled_prefill
-        if not wanted or self.agreement is not None or isinstance(self.state.requests.history, HostPrefetch):
+        config = self.config
+        if (not config.compiled_prefill or self.agreement is not None
+                or isinstance(self.state.requests.history, HostPrefetch)):
             return None
         return PrefillStep(self.model, self.state, min(config.prefill_rows, config.max_num_seqs), self._longest_chunk,
                            packed, self.compile_counts.watch)
