@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Optional
 
+import torch
+
 from .detokenizer import Detokenizer
 from .drafter import Drafter, NoDraft, PromptLookup
 from .engine_config import EngineConfig
@@ -66,6 +68,7 @@ class Engine:
     for as long as `has_work`, which then is until no rank has any, or `generate`, with prompts or without.
     """
 
+    @torch.inference_mode(False)  # its buffers are written later on, perhaps outside of the caller's inference mode
     def __init__(self, model: HybridModel, tokenizer=None, config: EngineConfig = EngineConfig(),
                  drafter: Optional[Drafter] = None, agreement: Optional["StepAgreement"] = None):
         context = model.config.max_position
