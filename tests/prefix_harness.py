@@ -18,7 +18,7 @@ class Watch:
     def __init__(self, model, **options):
         self.runner = engine(model, **{"prefix_cache": True, **options})
         self.prefix, self.memory = self.runner.scheduler.prefix, self.runner.memory
-        self.known, self.planned = {}, None
+        self.known, self.planned, self.planned_before = {}, [], []
         for states in self.contexts:
             states.postprocess = self._recording(states)
         self.prefix.settle = self._checking
@@ -42,7 +42,8 @@ class Watch:
             slots = states.dst_slots[0, :rows][planned].tolist()
             if states is not self.contexts[0]:
                 assert slots == self.planned, "families publish the same slots"
-            self.planned = slots
+            else:
+                self.planned_before, self.planned = self.planned, slots
             return result
 
         return postprocess
@@ -60,9 +61,11 @@ class Watch:
 
     def _checking(self, request, before, drafts, under_way=False):
         edge = request.num_computed // self.prefix.state_block_size * self.prefix.state_block_size
+        # while the next step is under way it has planned as well
+        planned = self.planned_before + self.planned if under_way else self.planned
         for at, snapshot in request.snapshots.items():
             if at <= edge or not under_way:
-                assert (self.memory.snapshot_slot(snapshot) in self.planned) == (at == edge)
+                assert (self.memory.snapshot_slot(snapshot) in planned) == (at == edge)
         PrefixCache.settle(self.prefix, request, before, drafts, under_way)
 
     def published(self) -> dict:

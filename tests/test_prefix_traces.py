@@ -175,11 +175,11 @@ def test_publishing_too_early_fails_the_traces(monkeypatch):
     """Negative control: a cache that publishes a draft's edge though it was rejected hands out junk."""
     settle = PrefixCache.settle
 
-    def eager(self, request, before, drafts):
+    def eager(self, request, before, drafts, under_way=False):
         for edge in list(request.snapshots):
             extend_keys(request.prefix_keys, request.tokens + [0] * 9, self.key_step, request.cache_salt)
             self.snapshots.publish(request.snapshots[edge], self._key(request, edge))
-        settle(self, request, before, drafts)
+        settle(self, request, before, drafts, under_way)
 
     monkeypatch.setattr(PrefixCache, "settle", eager)
     with pytest.raises(AssertionError):
