@@ -9,7 +9,9 @@ from torch._inductor.utils import run_and_get_code
 
 from torch_replay import SamplingParams
 from torch_replay.engram import DeviceTable
+from torch_replay.graphs import pack_parameters
 from torch_replay.graphs.compiled import compile_alone
+from torch_replay.graphs.step import DecodeStep
 from torch_replay.ops.registry import OPS, inlining
 
 PATTERN = ("mamba2", "gdn", "swa", "full", "mlp", "mamba2")
@@ -146,6 +148,29 @@ def test_one_graph_and_no_recompile(model, prompts, options):
     if "prefix_cache" in options:
         assert runner.scheduler.prefix.counts.published_snapshots > 20
     assert runner.compile_counts.as_dict() == {"graphs": 1, "graph_breaks": 0, "recompiles": 0}
+
+
+def graph_inputs(repeats: int, packed: bool) -> int:
+    """Inputs of the greedy step's graph, for a model of so many layers of each kind."""
+    model = tiny_model(pattern=PATTERN * repeats)
+    runner, counted = engine(model), []
+
+    def backend(graph, inputs):
+        counted.append(len(inputs))
+        return graph.forward
+
+    parameters = pack_parameters(model, call=lambda: None) if packed else None
+    step = DecodeStep(model, runner.state, 2, 1, compiled=False, packed=parameters)
+    with torch.no_grad():
+        torch.compile(step.run["greedy"].__func__, fullgraph=True, backend=backend, dynamic=False)(step)
+    return counted[0]
+
+
+def test_inputs_do_not_grow_with_layers():
+    """What the host pays for at every step: the same tensors for one layer of each kind as for three."""
+    torch._dynamo.reset()
+    assert graph_inputs(1, packed=True) == graph_inputs(3, packed=True) < 45
+    assert graph_inputs(3, packed=False) > 100
 
 
 def test_counts_see_a_recompile(model):
