@@ -47,6 +47,36 @@ def lookup_times(device, tokens: int, columns: int, table_rows: int, seconds: fl
     return times
 
 
+def prefetch_times(device, tokens: int, columns: int, table_rows: int, seconds: float) -> dict:
+    """Microseconds of a lookup after its rows were prefetched into the L2 cache, alone and with products in between:
+    what an early place in a step could save without a second stream."""
+    from benchmarks.prefetch_kernel import prefetch_rows
+
+    def prefetch(table, ids):
+        prefetch_rows(table.weight.view(torch.uint8), ids)
+        prefetch_rows(table.scales, ids)
+
+    rows, exponents = random_table(table_rows, device)
+    weight, x = (torch.randn(size, 4096, device=device, dtype=torch.bfloat16) for size in (4096, tokens))
+    asked = [torch.randint(0, table_rows, (tokens, columns), device=device) for _ in range(40)]
+
+    def layer():
+        return x @ weight @ weight @ weight
+
+    times = {"layer": measure([layer], device, seconds).us}
+    for name, table in (("device", DeviceTable(rows, exponents)), ("pinned", PinnedTable(rows, exponents, device))):
+        cases = {
+            "lookup": lambda ids, table=table: table.lookup(ids),
+            "prefetch": lambda ids, table=table: prefetch(table, ids),
+            "prefetch_lookup": lambda ids, table=table: (prefetch(table, ids), table.lookup(ids)),
+            "layer_lookup": lambda ids, table=table: (layer(), table.lookup(ids)),
+            "prefetch_layer_lookup": lambda ids, table=table: (prefetch(table, ids), layer(), table.lookup(ids)),
+        }
+        times[name] = {case: measure([lambda ids=ids, call=call: call(ids) for ids in asked], device, seconds).us
+                       for case, call in cases.items()}
+    return times
+
+
 def hybrid(device, hidden: int, table_rows: int) -> HybridModel:
     """A model of ordinary proportions in bfloat16; its table is not made yet."""
     config = HybridConfig(
@@ -142,6 +172,7 @@ def main():
     torch.manual_seed(0)
     shape = device, options.tokens, options.columns, options.table_rows, options.seconds
     results = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "lookup": lookup_times(*shape)}
+    results["prefetch"] = prefetch_times(*shape)
     results["step"] = step_times(device, hybrid(device, options.hidden, options.table_rows), options.tokens,
                                  options.seconds)
     for name, lookup in results["lookup"].items():

@@ -1,6 +1,6 @@
 """Host and total time of decode steps and of their attention metadata, under CUDA-graph trees and beside a plain graph.
 
-    python -m benchmarks.host_time [--metadata] [--small] [--preset hybrid-8b] [--output FILE]
+    python -m benchmarks.host_time [--metadata] [--small] [--engine] [--preset hybrid-8b] [--output FILE]
 
 Three ways to run the same kernels: (a) eagerly, (b) as torch_replay does, one compiled function under CUDA-graph trees,
 (c) one graph captured by hand, which is the least that there can be and is done nowhere outside this folder. Host time
@@ -21,6 +21,7 @@ from types import SimpleNamespace
 
 import torch
 
+from benchmarks.timing import capture
 from torch_replay import Engine, EngineConfig, HybridModel, SamplingParams
 from torch_replay.graphs.compiled import compile_alone
 from torch_replay.graphs.step import DecodeStep
@@ -63,20 +64,6 @@ def total_us(call: Callable[[], object], rounds: int = 5, least: float = 0.1) ->
     return statistics.median(times)
 
 
-def captured(call: Callable[[], object]) -> Callable[[], None]:
-    """`call` as one plain CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
 def both(call: Callable[[], object]) -> dict[str, float]:
     return {"host_us": host_us(call), "total_us": total_us(call)}
 
@@ -102,7 +89,7 @@ def metadata_times(batch: int, groups: int, device: str) -> dict:
     state.fill(inputs, rows)
     metadata = state._metadata(key)
     return {"eager": both(metadata.build), "trees": both(lambda: state.replay(key)),
-            "plain_graph": both(captured(compile_alone(metadata.fill_tensors))),
+            "plain_graph": both(capture([compile_alone(metadata.fill_tensors)]).replay),
             "upload_host_us": host_us(lambda: state.fill(inputs, rows))}
 
 
@@ -140,12 +127,30 @@ def time_step(step: DecodeStep, rows: list) -> dict:
               "launch_host_us": host_us(lambda: step.launch(rows, "greedy")), "trees": both(step.run["greedy"]),
               "total_us": total_us(lambda: step.launch(rows, "greedy").result()), "ahead_us": total_us(ahead)}
     with torch.no_grad():
-        result["plain_graph"] = both(captured(compile_alone(step.greedy_step, guarded=False)))
+        result["plain_graph"] = both(capture([compile_alone(step.greedy_step, guarded=False)]).replay)
         result["trees_again"] = both(step.run["greedy"])
     result["kernels"] = kernel_counts(step)
     trees = min(result[name]["total_us"] for name in ("trees", "trees_again"))
     result["over_plain_graph"] = trees / result["plain_graph"]["total_us"] - 1
     return result
+
+
+def engine_rates(model: HybridModel, batch: int = 8, steps: int = 100) -> dict[str, float]:
+    """Tokens a second of an engine's steps, results and text included, with and without `run_ahead`."""
+    engine = Engine(model, None, EngineConfig(max_num_seqs=batch, max_model_len=512, dtype=torch.bfloat16,
+                                              decode_sizes=(batch,), run_ahead=True))
+    engine.warm_up(sampling=False)
+    for first in range(batch):
+        engine.add_request([first + 1] * 16, SamplingParams(max_tokens=400, ignore_eos=True))
+        engine.step()
+    rates = {}
+    for name, ahead in (("waiting", False), ("ahead", True)):
+        engine.runs_ahead = ahead
+        before, begin = engine.stats.decode_tokens, time.perf_counter()
+        for _ in range(steps):
+            engine.step()
+        rates[name] = (engine.stats.decode_tokens - before) / (time.perf_counter() - begin)
+    return rates
 
 
 def kernel_counts(step: DecodeStep) -> dict[str, int]:
@@ -184,6 +189,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--metadata", action="store_true", help="attention metadata at 4 and 40 groups")
     parser.add_argument("--small", action="store_true", help="the whole step of the shipped small model")
+    parser.add_argument("--engine", action="store_true", help="tokens a second of the small model's engine, 8 requests")
     parser.add_argument("--preset", choices=PRESETS, help="the whole step of a preset with random weights")
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--output", type=Path, help="what was measured, as JSON")
@@ -212,9 +218,14 @@ def main() -> None:
                 results["metadata"].append({"groups": groups, "batch": batch, **times})
                 print(json.dumps(results["metadata"][-1]), flush=True)
                 save()
-    if options.small:
+    if options.small or options.engine:
         model = HybridModel.from_pretrained(small_model_dir(), device="cuda", dtype=torch.bfloat16)
-        results["small"] = step_times(model.requires_grad_(False), options.batches, torch.bfloat16, 512)
+        model.requires_grad_(False)
+    if options.engine:
+        results["tokens_per_second"] = engine_rates(model)
+        save()
+    if options.small:
+        results["small"] = step_times(model, options.batches, torch.bfloat16, 512)
         save()
     if options.preset:
         config = PRESETS[options.preset]()

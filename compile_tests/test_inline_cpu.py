@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 
 import pytest
 import torch
+from fx_text import target, traced
 from harness import call, clone, compare, named, poisoned_outputs, raw
 
 from torch_replay.ops.registry import OPS, inlining, override_kernel
@@ -49,17 +50,8 @@ def same(name: str, got: torch.Tensor, want: torch.Tensor, backend: str) -> None
 
 def captured(function) -> Counter:
     """Nodes of Dynamo's graph of `function()` by target, those of this project by the op's name."""
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    with torch.no_grad():
-        torch.compile(function, fullgraph=True, backend=backend)()
-    return Counter(str(node.target).removeprefix("torch_replay.").removesuffix(".default")
-                   for node in graphs[0].graph.nodes if node.op == "call_function")
+    graph, _ = traced(function)
+    return Counter(target(node).removeprefix("torch_replay.") for node in graph.nodes if node.op == "call_function")
 
 
 @pytest.mark.parametrize("op", INLINED)

@@ -12,7 +12,7 @@ from .passes import NoCacheClones
 _serial = itertools.count()
 
 
-def compile_alone(method, *, cuda: bool = False, guarded: bool = True, direct: bool = False, dynamic: bool = False,
+def compile_alone(method, *, cuda: bool = False, guarded: bool = True, direct: bool = False,
                   backend: str = "inductor"):
     """`torch.compile(fullgraph=True)` of a bound method with a code object of its own.
 
@@ -34,17 +34,17 @@ def compile_alone(method, *, cuda: bool = False, guarded: bool = True, direct: b
     filters = {} if guarded else {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
     bound = types.MethodType(own, method.__self__)
     if direct:
-        return _Direct(bound, options, filters, dynamic)
+        return _Direct(bound, options, filters)
     options.update(filters)
-    return torch.compile(bound, fullgraph=True, dynamic=dynamic, backend=backend, options=options or None)
+    return torch.compile(bound, fullgraph=True, dynamic=False, backend=backend, options=options or None)
 
 
 class _Direct:
     """See `compile_alone`. Calls Dynamo until it has compiled, then the backend's callable with the same tensors."""
 
-    def __init__(self, bound, options: dict, filters: dict, dynamic: bool):
+    def __init__(self, bound, options: dict, filters: dict):
         self.options, self.made, self.inputs = options, None, ()
-        self.compiled = torch.compile(bound, fullgraph=True, dynamic=dynamic, backend=self.backend,
+        self.compiled = torch.compile(bound, fullgraph=True, dynamic=False, backend=self.backend,
                                       options=filters or None)
 
     def backend(self, graph, inputs, **_):

@@ -7,13 +7,16 @@ in the step saves nothing: rows in host memory are not kept there, those on the 
 """
 
 from types import SimpleNamespace
+from typing import Optional
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .. import ops
 from .compiled import mark_static
 
+Rows = list[tuple[int, list[int]]]  # of (request index, token ids)
 Context = tuple[Tensor, Tensor]  # of one layer: entries [B, T, columns * D] and masked tokens [B, T]
 
 
@@ -33,9 +36,6 @@ class TokenHistory:
         self.ids = torch.zeros(max_reqs + 1, max_len, dtype=torch.int32, device=device)
         self.lookback = torch.full((max_reqs, store.depth), -1, dtype=torch.int32, device=device)
 
-    def started(self, req: int, before: list[int]) -> None:
-        """Nothing to do: the step brings what it needs of the tokens before a chunk."""
-
     def write_lookback(self, req: Tensor, start: Tensor, tokens: Tensor) -> None:
         """Ids before the chunks of requests `req` [B] from positions `start` [B] on: tokens [B, depth], newest first,
         -1 for none."""
@@ -44,11 +44,9 @@ class TokenHistory:
         row = torch.where(inside, req[:, None], self.ids.shape[0] - 1)
         self.ids.index_put_((row, position.clamp(min=0).long()), tokens)
 
-    def prefetch(self, rows: list[tuple[int, list[int]]], height: int, width: int, keep: bool = False) -> None:
+    def prefetch(self, rows: Rows, computed: np.ndarray, before: Optional[list[list[int]]], height: int,
+                 width: int) -> None:
         """Nothing to do: the step looks its rows up itself."""
-
-    def advance(self, reqs: list[int], accepted: list[int]) -> None:
-        """Nothing to do: the step is told its positions."""
 
     def contexts(self, input_ids: Tensor, batch, idx_mapping: Tensor, num_reqs: Tensor) -> list[Context]:
         """What each engram layer reads for a step's inputs [B, T], which the history takes over.
@@ -77,34 +75,33 @@ class TokenHistory:
 class HostPrefetch:
     """The same where a step cannot read the table (a file, on a GPU): the host fetches the rows before the step.
 
-    The host knows a step's input ids as soon as the last step's results are there. It needs nothing else from the
-    device: `started` tells where a chunk starts, and every step how many tokens it accepted.
+    The host knows a step's input ids and positions as soon as the last step's results are there. It needs nothing else
+    from the device.
     """
 
     lookback_depth = 0  # the device needs none
 
     def __init__(self, store, max_reqs: int, max_len: int, device):
         self.history, self.device = TokenHistory(store.on_host(), max_reqs, max_len, "cpu"), device
-        self.first = [0] * max_reqs  # position of each request's next token
         self.kept: dict[tuple[int, int], list[Context]] = {}  # buffers by rows and tokens of a step
         self.current: list[Context] = []  # for the step to come
 
-    def started(self, req: int, before: list[int]) -> None:
-        """A prompt chunk of the request comes next, after all tokens in `before`."""
-        start = self.first[req] = len(before)
-        first = max(start - self.history.lookback_depth, 0)
-        self.history.ids[req, first:start] = torch.tensor(before[first:], dtype=torch.int32)
+    def prefetch(self, rows: Rows, computed: np.ndarray, before: Optional[list[list[int]]], height: int,
+                 width: int) -> None:
+        """Fetches what a step of shape [height, width] will ask for.
 
-    def prefetch(self, rows: list[tuple[int, list[int]]], height: int, width: int, keep: bool = False) -> None:
-        """Fetches for `rows` of (request, token ids), as a step of shape [height, width] will ask for them.
-
-        keep: steps of this shape come again and again, so that their buffers stay where they are.
+        computed: by request, the position of a row's first token. before: for prompt chunks, all tokens before each
+        row's first; None for decode steps, whose shapes come again and again, so that their buffers stay in place.
         """
+        keep = before is None
+        for (req, _), tokens in zip(rows, before or (), strict=not keep):
+            oldest = max(len(tokens) - self.history.lookback_depth, 0)
+            self.history.ids[req, oldest : len(tokens)] = torch.tensor(tokens[oldest:], dtype=torch.int32)
         ids, positions = torch.zeros(2, height, width, dtype=torch.int64)
         lens, reqs = torch.zeros(height, dtype=torch.int32), torch.full((height,), -1, dtype=torch.int32)
         for row, (req, tokens) in enumerate(rows):
             ids[row, : len(tokens)] = torch.tensor(tokens)
-            positions[row, : len(tokens)] = self.first[req] + torch.arange(len(tokens))
+            positions[row, : len(tokens)] = int(computed[req]) + torch.arange(len(tokens))
             lens[row], reqs[row] = len(tokens), req
         layout = SimpleNamespace(query_start_loc=torch.arange(height + 1) * width, query_lens=lens,
                                  positions=positions.flatten())
@@ -118,11 +115,6 @@ class HostPrefetch:
         self.current = self.kept[height, width]
         for buffer, value in zip(sum(self.current, ()), sum(found, ())):
             buffer.copy_(value)
-
-    def advance(self, reqs: list[int], accepted: list[int]) -> None:
-        """After a step that accepted so many tokens of each request."""
-        for req, count in zip(reqs, accepted):
-            self.first[req] += count
 
     def contexts(self, input_ids: Tensor, batch, idx_mapping: Tensor, num_reqs: Tensor) -> list[Context]:
         """What `prefetch` fetched for this step."""

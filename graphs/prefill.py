@@ -17,13 +17,12 @@ from ..models.cached import forward_hidden
 from ..replay_context import ReplayContext
 from ..request_state import InputBatch
 from .compiled import compile_alone, mark_static
-from .engram import HostPrefetch
+from .engram import HostPrefetch, Rows
 from .step import commit, sample
 
 if TYPE_CHECKING:
     from ..parallel import Agreed
 
-Rows = list[tuple[int, list[int]]]  # of (request index, token ids)
 FEWEST_TOKENS = 2  # a size of 1 would be compiled for itself
 
 
@@ -40,17 +39,10 @@ def prefill(model: HybridModel, state: DefaultModelState, rows: Rows, following:
     """
     longest = max((len(tokens) for _, tokens in rows), default=1)
     padded = max(len(rows), 1)
-    inputs, history = state.prefill_inputs(padded, longest), state.requests.history
-    if history is not None:
-        before = [[] for _ in rows] if before is None else before
-        for (index, _), tokens in zip(rows, before, strict=True):
-            history.started(index, tokens)
-        history.prefetch(rows, padded, longest)
+    inputs = state.prefill_inputs(padded, longest)
     state.fill(inputs, rows, [True] * len(rows), before)
     inputs.agreed = agreed
     samples, hidden = run_chunks(model, state, inputs)
-    if history is not None:
-        history.advance([index for index, _ in rows], [len(tokens) for _, tokens in rows])
     return _results(model, state, rows, following, samples, hidden)
 
 
@@ -77,10 +69,7 @@ class PrefillStep:
 
     def compile(self) -> None:
         """Makes the graphs anew: what compiled before is let go."""
-        state, requests, memory = self.state, self.state.requests, self.state.memory
-        mark_static(state, requests, self.inputs.upload, memory, *memory.states.values())
-        if requests.history is not None:
-            mark_static(requests.history)
+        mark_static(self.inputs.upload, *self.state.owners)
         names = ("one", "many") if self.rows > 1 else ("one",)
         self.run = {name: compile_alone(self.chunks) for name in names}
 
@@ -106,8 +95,6 @@ class PrefillStep:
         """As `prefill`, for one row at least. graph: a name in `run`, None: the one that fits the number of rows."""
         if not self.takes(rows):
             return prefill(self.model, self.state, rows, following, before=before)
-        if before is None:
-            before = [[] for _ in rows]
         graph = graph or ("one" if len(rows) == 1 else "many")
         self.state.fill(self.inputs, rows, [True] * len(rows), before)
         height = 1 if graph == "one" else max(len(rows), 2)

@@ -40,7 +40,7 @@ class Flight:
     """A decode step under way."""
 
     step: "DecodeStep"
-    rows: list[tuple[int, list[int]]]
+    rows: int  # in use
     ticket: int
     landed: Optional[DecodeOutput] = field(default=None, init=False)
 
@@ -77,10 +77,8 @@ class DecodeStep:
     def compile(self) -> None:
         """Makes the routes anew: what compiled before, and its recordings, is let go."""
         steps = {"greedy": self.greedy_step, "sampled": self.sampled_step}
-        state, upload = self.state, self.inputs.upload
-        mark_static(state, state.requests, upload, state.memory, *state.memory.states.values())
-        if state.requests.history is not None:
-            mark_static(state.requests.history)
+        upload = self.inputs.upload
+        mark_static(upload, *self.state.owners)
         if self.compiled:
             cuda = upload.buffer.is_cuda
             direct = cuda and not self.guarded
@@ -134,22 +132,16 @@ class DecodeStep:
     def launch(self, rows: list[tuple[int, list[int]]], route: str = "sampled") -> Flight:
         """Starts the step for `rows` of (request index, token ids: the last token or SAME_TOKEN, then drafts)."""
         self.state.fill(self.inputs, rows)
-        history = self.state.requests.history
-        if history is not None:
-            history.prefetch(rows, self.rows, self.tokens, keep=True)
         if self.download.pinned:
             torch.compiler.cudagraph_mark_step_begin()
         ticket = self.download.start(self.run[route]())
         if self.download.pinned:
             self.inputs.upload.sent_before(self.download.event)
-        return Flight(self, rows, ticket)
+        return Flight(self, len(rows), ticket)
 
     def land(self, flight: Flight) -> DecodeOutput:
         """What `Flight.result` gives, once."""
-        out = self.download.wait(flight.ticket)[: len(flight.rows)].tolist()
-        history = self.state.requests.history
-        if history is not None:
-            history.advance([index for index, _ in flight.rows], [row[-2] for row in out])
+        out = self.download.wait(flight.ticket)[: flight.rows].tolist()
         return DecodeOutput([row[: self.tokens] for row in out], [row[-2] for row in out],
                             [bool(row[-1]) for row in out])
 

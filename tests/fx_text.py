@@ -10,7 +10,7 @@ from torch.fx.node import map_arg
 from torch_replay.graphs.audit_code import input_names
 
 
-def traced(fn, *args, functional: bool = False) -> tuple[Graph, dict[str, str]]:
+def traced(fn, *args, functional: bool = False, dynamic: bool = False) -> tuple[Graph, dict[str, str]]:
     """Dynamo's graph of `fn(*args)`, and the names of its inputs in the source; functional: AOTAutograd's, in which
     what is written is returned and copied back."""
     found = []
@@ -22,7 +22,7 @@ def traced(fn, *args, functional: bool = False) -> tuple[Graph, dict[str, str]]:
     torch._dynamo.reset()
     backend = aot_autograd(fw_compiler=keep, keep_inference_input_mutations=True) if functional else keep
     with torch.no_grad():
-        torch.compile(fn, fullgraph=True, backend=backend, dynamic=False)(*args)
+        torch.compile(fn, fullgraph=True, backend=backend, dynamic=dynamic)(*args)
     return tuple(found)
 
 

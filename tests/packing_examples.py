@@ -4,6 +4,7 @@ import math
 from collections import Counter
 
 import torch
+from fx_text import traced
 from torch import nn
 
 from torch_replay.graphs.audit_code import ALLOCATION
@@ -125,17 +126,8 @@ def stack(count, layer=Layer, seed=0):
 
 def inputs_of(fn, *args, **options) -> list[torch.fx.Node]:
     """The inputs of fn's one graph as Dynamo makes it."""
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    with torch.no_grad():
-        torch.compile(fn, fullgraph=True, backend=backend, **{"dynamic": False, **options})(*args)
-    assert len(graphs) == 1
-    return [node for node in graphs[0].graph.nodes if node.op == "placeholder"]
+    graph, _ = traced(fn, *args, **options)
+    return graph.find_nodes(op="placeholder")
 
 
 def allocations(codes) -> Counter:

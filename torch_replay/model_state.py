@@ -88,6 +88,12 @@ class DefaultModelState:
         self.memory = memory
         self.builders = {name: BUILDERS[memory.kv_kinds[name]](memory, name) for name in memory.kv}
 
+    @property
+    def owners(self) -> list:
+        """All that holds tensors which steps read or write in place; see `graphs.compiled.mark_static`."""
+        history = [] if self.requests.history is None else [self.requests.history]
+        return [self, self.requests, self.memory, *self.memory.states.values(), *history]
+
     def add_request(self, request: Request) -> None:
         """A request got `request.index`: overwrites whatever the last one left there."""
         state, index, params = self.requests, request.index, request.params
@@ -143,9 +149,16 @@ class DefaultModelState:
              before: Optional[list[list[int]]] = None) -> None:
         """Fills a batch with `rows` of (request index, token ids) and what has changed of their requests, and sends it.
 
-        before: for prompt chunks of a model with n-grams, all tokens of each row's request before its first.
+        before: for prompt chunks of a model with n-grams, all tokens of each row's request before its first; None: no
+        tokens.
         """
-        inputs.fill(rows, prefilling, lambda arrays, index: self._fill_changes(inputs.changes, arrays, index, before))
+        history, changes = self.requests.history, inputs.changes
+        if changes.whole and before is None:
+            before = [[] for _ in rows]
+        inputs.fill(rows, prefilling, lambda arrays, index: self._fill_changes(changes, arrays, index, before))
+        if history is not None:
+            history.prefetch(rows, self.requests.host.num_computed, before if changes.whole else None,
+                             *inputs.upload.places["input_ids"][1])
 
     def _fill_changes(self, changes: Changes, arrays: dict[str, np.ndarray], index: np.ndarray, before) -> None:
         host, count = self.requests.host, len(index)
@@ -383,6 +396,7 @@ class ReplayModelState(DefaultModelState):
         ops.gather_replay_rows(
             rows, query_start_loc, positions, slots, lowest, batch.query_start_loc, dropped, batch.seq_lens, starts,
             batch.positions, mappings[group : group + 1], inputs.query_lens, window=self.kept_tokens)
-        tail = Batch(rows, positions, batch.first, batch.seq_lens, query_start_loc, None, {}, {}, {})
+        input_ids = batch.input_ids.flatten()[rows]
+        tail = Batch(input_ids, positions, batch.first, batch.seq_lens, query_start_loc, None, {}, {}, {})
         tail.attn["swa"] = self.tail_builder.build(tail, tables[group], slots[0], replay_start=lowest)
         return TailBatch(rows, tail)

@@ -155,8 +155,7 @@ class PrefixCache:
         blocks and the snapshot that the step made, and lets go of the others.
 
         drafts: computed tokens that the request does not list yet. under_way: the request's next step is, whose claims
-        stay. The snapshot is the one at the last edge that the
-        step reached, the rule by which `ops.ring_commit` plans.
+        stay. The snapshot is the one at the last edge that the step reached, the rule by which `ops.ring_commit` plans.
         """
         after = request.num_computed
         if before // self.key_step < after // self.key_step:

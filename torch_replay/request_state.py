@@ -170,14 +170,12 @@ class InputBatch:
             lens[:count] = lengths
             indices[:count] = [index for index, _ in rows]
         lens[count:], indices[count:] = 0, -1
+        ids.fill(0)
         if set(lengths) == {1}:
             ids[:count, 0] = [first for first, in tokens]
-            ids[:count, 1:] = 0
         else:
-            ids.fill(0)
             for row, each in enumerate(tokens):
                 ids[row, : len(each)] = each
-        ids[count:] = 0
         self.rows = []
         if prefilling is not None:
             self.rows = [(index, len(each), flag) for (index, each), flag in zip(rows, prefilling, strict=True)]

@@ -196,10 +196,7 @@ class _Metadata:
         if not compiled:
             self.run = self.fill_tensors
             return
-        state = self.state
-        mark_static(state, state.requests, self.inputs.upload, self.kept, state.memory, *state.memory.states.values())
-        if state.requests.history is not None:
-            mark_static(state.requests.history)
+        mark_static(self.inputs.upload, self.kept, *self.state.owners)
         cuda = self.inputs.upload.buffer.is_cuda
         self.run = compile_alone(self.fill_tensors, cuda=cuda, guarded=not cuda, direct=cuda)
         # on a GPU the first call runs in the graphs' memory pool, the second records, the third replays
