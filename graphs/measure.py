@@ -21,20 +21,19 @@ class _Calls(TorchDispatchMode):
         return function(*args, **kwargs)
 
 
-def measure_back_ends(decode: DecodeStep) -> None:
-    """Times, for every op of the step that has a choice on its device, the back ends at the step's own sizes.
+def measure_back_ends(steps: list[DecodeStep]) -> None:
+    """Times, for every op of the steps that has a choice on its device, the back ends at each step's own sizes.
 
-    The step runs once, not compiled, on rows of padding, which change no state; the timed calls then run on pools of
+    A step runs once, not compiled, on rows of padding, which change no state; the timed calls then run on pools of
     their own. Where there is no choice, as on a CPU, nothing runs. Layers of one kind have one geometry: one call each.
     """
-    undecided = backends.undecided(decode.state.memory.device)
-    if not undecided:
-        return
-    compiled, decode.run = decode.run, {"greedy": decode.greedy_step}
-    try:
-        with _Calls(undecided) as calls:
-            decode([], "greedy")
-    finally:
-        decode.run = compiled
-    for name, (args, kwargs) in calls.seen.items():
-        backends.measure_alike(name, args, kwargs)
+    undecided = backends.undecided(steps[0].state.memory.device)
+    for step in steps if undecided else ():
+        compiled, step.run = step.run, {"greedy": step.greedy_step}
+        try:
+            with _Calls(undecided) as calls:
+                step([], "greedy")
+        finally:
+            step.run = compiled
+        for name, (args, kwargs) in calls.seen.items():
+            backends.measure_alike(name, args, kwargs)

@@ -207,7 +207,7 @@ def measure(name: str, args: tuple, kwargs: Optional[dict] = None, *, repeats: i
     device = next(value.device for value in arguments.values() if isinstance(value, torch.Tensor))
     if device.type not in MEASURED_DEVICES:
         return None
-    return _measure(op, arguments, functools.partial(_median_us, repeats=repeats, device=device))
+    return _measure(op, arguments, functools.partial(median_us, repeats=repeats, device=device))
 
 
 def undecided(device: torch.device) -> list[str]:
@@ -225,11 +225,6 @@ def measure_alike(name: str, args: tuple, kwargs: dict) -> Optional[str]:
     if _why_not(op, arguments):
         return None
     return measure(name, (), getattr(importlib.import_module(op.flashinfer), f"{name}_scratch")(**arguments))
-
-
-def choose_by_measurement(name: str, calls: Iterable[tuple[tuple, dict]]) -> dict[Optional[str], int]:
-    """`measure` on every (args, kwargs) of `calls`; how often each back end won."""
-    return dict(Counter(measure(name, args, kwargs) for args, kwargs in calls))
 
 
 def _measure(op, arguments: dict, timer: Callable[[Callable], float]) -> Optional[str]:
@@ -263,14 +258,15 @@ def _scratch_call(op, kernel: Callable, arguments: dict) -> Callable[[], None]:
     return call
 
 
-def _median_us(call: Callable[[], None], repeats: int, device: torch.device) -> float:
+def median_us(call: Callable[[], object], repeats: int, device: torch.device) -> float:
+    """Median microseconds of device time of `call`, which must take the host less than 20 ms / repeats."""
     with torch.cuda.device(device):
         for _ in range(3):
             call()
         torch.cuda.synchronize()
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-        # the device sleeps (about 10 ms) while the host queues the calls: events then bracket device time, not host's
-        torch.cuda._sleep(20_000_000)
+        # the device sleeps (about 20 ms) while the host queues the calls: events then bracket device time, not host's
+        torch.cuda._sleep(40_000_000)
         for start, end in events:
             start.record()
             call()

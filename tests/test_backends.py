@@ -8,10 +8,9 @@ from fake_flashinfer import BF16, GEOMETRY, build, compare, copies, fake_module,
 from harness import assert_close, raw
 
 from torch_replay.ops import OPS, backends
-from torch_replay.ops.backends import choose_by_measurement, measure, select, set_backend
+from torch_replay.ops.backends import measure, select, set_backend
 from torch_replay.ops.mamba2.samples import replay
 from torch_replay.ops.registry import override_kernel
-from torch_replay.ops.samples import samples
 
 
 @pytest.fixture
@@ -170,7 +169,6 @@ def test_nothing_to_measure(fake, no_flashinfer):
 
     arguments = build("mamba2_replay", replay, **GEOMETRY)
     assert measure("mamba2_replay", (), arguments) is None
-    assert choose_by_measurement("gdn_replay", [s.make() for s in samples("gdn_replay")[:2]]) == {None: 2}
     assert backends._measure(OPS["mamba2_replay"], arguments, timer) is None
     assert backends._measure(OPS["gdn_replay"], {}, timer) is None
 

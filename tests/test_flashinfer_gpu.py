@@ -3,14 +3,17 @@
 Only the heads of Nemotron-H (128 of 64 x 128, 8 groups) are used: FlashInfer compiles a module for every geometry.
 """
 
+import dataclasses
 import importlib
 
 import pytest
 import torch
+from cuda_graphs import STRICT, recordings
 from harness import assert_close, check_sample, clone, named
+from tiny import tiny_config
 from triton_harness import GPU, on_device, triton_kernel
 
-from torch_replay import ops
+from torch_replay import Engine, EngineConfig, HybridModel, SamplingParams, ops
 from torch_replay.ops import backends
 from torch_replay.ops.backends import installed, set_backend
 from torch_replay.ops.mamba2 import flashinfer as adapter
@@ -136,3 +139,32 @@ def test_limits_fall_back():
         with set_backend("flashinfer", "mamba2_replay"):
             ops.mamba2_replay(**arguments)
     assert sum(backends.describe("mamba2_replay")["refused"].values()) == 3 and not backends._proven
+
+
+def test_recorded_step():
+    """FlashInfer inside an engine's steps under CUDA-graph trees: recorded once, and the text of eager steps."""
+    config = dataclasses.replace(tiny_config(pattern=("mamba2", "mlp", "mamba2")), mamba_heads=128, mamba_head_dim=64,
+                                 mamba_state_dim=128, mamba_groups=8)
+    torch.manual_seed(0)
+    model = HybridModel(config, "cuda", torch.bfloat16).eval().requires_grad_(False)
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    prompts = [[3] * 20, [5, 6], [7] * 9]
+
+    def text(**options):
+        runner = Engine(model, None, EngineConfig(max_num_seqs=3, dtype=torch.bfloat16, window=16, ring_len=17,
+                                                  compiled_prefill=False, startup_cache=False, **options))
+        if runner.config.compiled:
+            with recordings() as made, torch._inductor.config.patch(STRICT):
+                runner.warm_up(quiet=True)
+            assert len(made) == 2 * len(runner.steps)
+        with recordings() as made:
+            tokens = [output.token_ids for output in runner.generate(prompts, params)]
+        assert not made
+        return tokens
+
+    with set_backend("flashinfer", "mamba2_replay"):
+        got, want = text(compiled=True), text(compiled=False)
+    assert got == want and not backends._broken
+    assert any(name == "mamba2_replay" for name, _ in backends._proven)
+    # what it refused is the warm-up's comparison with another window
+    assert all(reason.startswith("window 0") for reason in backends.describe("mamba2_replay")["refused"])

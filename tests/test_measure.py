@@ -8,7 +8,7 @@ from fake_flashinfer import BF16, MATERIALIZE, build, copies, fake_module, fresh
 from harness import raw
 from tiny import tiny_config
 
-from torch_replay import Engine, EngineConfig, HybridModel, SamplingParams
+from torch_replay import Engine, EngineConfig, HybridModel, SamplingParams, warmup
 from torch_replay.graphs.measure import measure_back_ends
 from torch_replay.ops import OPS, backends
 from torch_replay.ops.mamba2 import flashinfer as adapter
@@ -41,7 +41,8 @@ def cuda_like_cpu(monkeypatch):
         return backends.select(OPS[REPLAY], args, {k: v for k, v in kwargs.items() if k != "out"})(*args, **kwargs)
 
     monkeypatch.setattr(backends, "MEASURED_DEVICES", ("cpu",))
-    monkeypatch.setattr(backends, "_median_us", median)
+    monkeypatch.setattr(backends, "median_us", median)
+    monkeypatch.setattr(warmup, "choose_windows", lambda context, sizes: None)  # which measures too
     with override_kernel(REPLAY, "cpu", chosen):
         yield times, timed
 
@@ -84,17 +85,23 @@ def test_live_pools_are_not_written(fake, timed, monkeypatch):
     assert all(torch.equal(raw(tensor), bytes_) for tensor, bytes_ in zip(live, before))
 
 
+def test_every_size_is_measured(fake, timed):
+    """Each step's own number of rows, for what wins at many may lose at few."""
+    small_engine(decode_sizes=(1, 2, 3)).warm_up()
+    assert len(timed[1]) == 6 and backends.describe(REPLAY)["measured"] == {"flashinfer": 3}
+
+
 def test_no_choice_costs_nothing(fake, monkeypatch):
     """On a CPU, with a chosen back end or without FlashInfer the step does not run for a measurement."""
     engine = small_engine()
     monkeypatch.setattr(type(engine.decode), "__call__", None)
-    measure_back_ends(engine.decode)
+    measure_back_ends(engine.steps)
     monkeypatch.setattr(backends, "MEASURED_DEVICES", ("cpu",))
     assert backends.undecided(torch.device("cpu")) == ["mamba2_replay", "mamba2_materialize"]
     with backends.set_backend("triton"):
-        measure_back_ends(engine.decode)
+        measure_back_ends(engine.steps)
     monkeypatch.setattr(backends, "installed", lambda package: package != "flashinfer")
-    measure_back_ends(engine.decode)
+    measure_back_ends(engine.steps)
 
 
 def test_calls_that_flashinfer_refuses(fake, timed):

@@ -79,6 +79,9 @@ class ReplayContext:
         request_tables: [G, max_num_reqs, C] and block_tables: [G, max_num_reqs, C] int32, slot ids.
         live_col, live_cols: the last column, where an engine whose live states never move may keep them; [max_num_reqs]
             int32, the same by request.
+        windows: by (rows, tokens) of padded decode steps, the window they run with, W or 0: few rows may be faster if
+            every step rewrites the checkpoint. W for sizes that are not there; `warmup.choose_windows` fills it.
+            window_us: what it measured, by size and window.
         plan: [4, G, max_num_reqs] int32, the last step's snapshot plan: src_slots, dst_slots, plan_start, plan_count.
             One tensor, since every input of a compiled step costs the host microseconds.
     """
@@ -108,6 +111,8 @@ class ReplayContext:
         self.spec = self.layers[0]
         self.family, self.mode, self.block_size = self.spec.family, groups[0].mode, groups[0].block_size
         self.window, self.ring_len = self.spec.window, self.spec.ring_len
+        self.windows: dict[tuple[int, int], int] = {}
+        self.window_us: dict[tuple[int, int], dict[int, float]] = {}
         self.ring_start = self.ring_committed = None
         indices = [index for index, group in enumerate(groups) for _ in group.layers]
         self.layer_group = torch.tensor(indices, dtype=torch.int32, device=device)

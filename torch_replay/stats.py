@@ -26,7 +26,8 @@ class Stats:
         self.prefill_seconds = self.decode_seconds = 0.0
         self.drafted = self.accepted_drafts = self.fed = 0
         self.flushes = 0  # as the steps reported them
-        self.replay_flushes = 0  # as they follow from the lengths, which also holds for a run without replay
+        # as they follow from the lengths and W: of a run without replay, and of steps that run with window 0
+        self.replay_flushes = 0
 
     def record_prefill(self, requests: list[str], tokens: int, seconds: float) -> None:
         """Chunks of `requests` (ids), which leave a fresh checkpoint and an empty ring."""
@@ -89,8 +90,9 @@ def summarize(counters: dict) -> dict:
     """
     count = types.SimpleNamespace(**counters)
     plain_writes = count.fed if count.keeps_token_states else count.decode_rows
-    written = count.replay_flushes * count.state_bytes + count.fed * count.ring_bytes
-    with_replay = _ratio(written, count.decode_tokens)
+    with_replay, as_run = (
+        _ratio(flushes * count.state_bytes + count.fed * count.ring_bytes, count.decode_tokens)
+        for flushes in (count.replay_flushes, count.flushes))
     plain = _ratio(plain_writes * count.state_bytes, count.decode_tokens)
     return {
         "replay": count.replay,
@@ -101,7 +103,7 @@ def summarize(counters: dict) -> dict:
         "tokens_per_second": _ratio(count.decode_tokens, count.decode_seconds),
         "acceptance_rate": _ratio(count.accepted_drafts, count.drafted),
         "flush_rate": _ratio(count.flushes, count.decode_rows) if count.replay else None,
-        "state_bytes_per_token": with_replay if count.replay else plain,
+        "state_bytes_per_token": as_run if count.replay else plain,
         "state_bytes_per_token_replay": with_replay,
         "state_bytes_per_token_plain": plain,
         **{name: value for name, value in counters.items() if name.startswith("prefix_")},

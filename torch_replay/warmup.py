@@ -7,7 +7,8 @@ whose forward is elsewhere and that has nothing but a `ReplayContext`.
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Optional, Union
 
 import torch
@@ -17,11 +18,13 @@ from . import ops
 from .graphs.prefill import PrefillStep, prefill
 from .model_state import DefaultModelState, ReplayModelState
 from .models import HybridModel
+from .ops import backends
 from .progress import shown
 from .replay_context import ReplayContext
 
 # what a step overwrites in a context besides its slots
 TABLES = ("request_tables", "block_tables", "live_cols", "plan")
+FEW_ROWS = 8  # from where on replay always saves more traffic than it adds work
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -111,9 +114,54 @@ def warm_up_decode(context: ReplayContext, capture_sizes: Iterable[int] = (), *,
         pools = [pool.unsqueeze(0) for pool in memory if pool is not None]
         for window in (context.window,) if windows is None else windows:
             with temporary_ring_state(pools, slots):
-                _decode_layer(context, memory, torch.tensor(slots, dtype=torch.int32, device=context.state.device),
-                              window)
+                convolve, replay = _decode_calls(context, memory, slots, spec.max_tokens)
+                convolve()
+                replay(window)
     return sizes
+
+
+@torch.no_grad()
+def choose_windows(context: ReplayContext, sizes: Iterable[tuple[int, int]]) -> None:
+    """Fills `context.windows` for decode steps of up to `FEW_ROWS` rows: 0 where that is faster than W by a twentieth.
+
+    Runs the replay of all layers one after the other, as a step does, on full rows: with W through one cycle of steps
+    from flush to flush, with 0 on rings of one step's tokens. On a CPU nothing is measured and W stays, as it does for
+    more rows, where replay saves most of the traffic. What was chosen once stays chosen, for compiled steps hold it.
+
+    Args:
+        sizes: (rows, tokens of a row) of the steps. The slots 1 .. rows are put back, which takes memory for them.
+    """
+    device, window = context.state.device, context.window
+    if device.type not in backends.MEASURED_DEVICES:
+        return
+    for rows, tokens in sizes:
+        if rows > FEW_ROWS or (rows, tokens) in context.windows:
+            continue
+        cycle = window // tokens  # steps, of which the last one flushes
+        cases = [(window, window), (0, tokens)] + [(window, (window - tokens) // 2)] * (cycle > 1)
+        flushing, written, *between = _replay_us(context, rows, tokens, cases)
+        kept = (flushing + (cycle - 1) * sum(between)) / cycle
+        context.window_us[rows, tokens] = {window: kept, 0: written}
+        context.windows[rows, tokens] = 0 if written < 0.95 * kept else window
+
+
+def _replay_us(context: ReplayContext, rows: int, tokens: int, cases: Sequence[tuple[int, int]]) -> list[float]:
+    """Microseconds of one step's replay in all layers, for each case (window, tokens in the ring)."""
+    slots = range(1, rows + 1)
+    with temporary_ring_state(context, slots):
+        layers = [_decode_calls(context, _layer_memory(context, layer), slots, tokens)[1]
+                  for layer in range(len(context.layers))]
+        times = []
+        for window, committed in cases:
+            context.ring_committed[:, 1 : rows + 1] = committed
+            step = functools.partial(_each, layers, window)
+            times.append(backends.median_us(step, repeats=5, device=context.state.device))
+    return times
+
+
+def _each(calls: Sequence[Callable[[int], object]], argument: int) -> None:
+    for call in calls:
+        call(argument)
 
 
 def _layer_memory(context: ReplayContext, layer: int) -> list[Optional[Tensor]]:
@@ -123,12 +171,15 @@ def _layer_memory(context: ReplayContext, layer: int) -> list[Optional[Tensor]]:
     return [context.conv_ring[layer], context.state[layer], *rings, *context.cursors(layer), scale]
 
 
-def _decode_layer(context: ReplayContext, memory: list[Optional[Tensor]], slots: Tensor, window: int) -> None:
-    """One decode step of one layer on random inputs; writes the slots."""
-    spec, device, rows = context.spec, slots.device, (len(slots), context.spec.max_tokens)
+def _decode_calls(context: ReplayContext, memory: list[Optional[Tensor]], slots: Sequence[int],
+                  tokens: int) -> tuple[Callable[[], object], Callable[[int], object]]:
+    """Decode ops of one layer on random inputs, `tokens` a row: the convolution, and the replay with a window of its
+    argument. They write the slots."""
+    spec, device, rows = context.spec, context.state.device, (len(slots), tokens)
+    slots = torch.tensor(slots, dtype=torch.int32, device=device)
     conv_ring, *memory, scale = memory
     wide, narrow = spec.heads * spec.head_dim, spec.groups * spec.state_dim
-    lens = torch.full_like(slots, spec.max_tokens)
+    lens = torch.full_like(slots, tokens)
     draw = {"device": device, "generator": torch.Generator(device).manual_seed(0)}  # the caller's stays where it is
 
     def columns(*widths: int) -> tuple[Tensor, ...]:
@@ -147,17 +198,17 @@ def _decode_layer(context: ReplayContext, memory: list[Optional[Tensor]], slots:
         first, second, third = columns(narrow, narrow, wide)
     weight = parameter(spec.conv_dim, spec.conv_width, dtype=spec.conv_dtype)
     bias = parameter(spec.conv_dim, dtype=spec.conv_dtype) if mamba2 else None
-    ops.conv_replay(conv_ring, raw, weight, bias, torch.zeros_like(slots, dtype=torch.int64), slots, lens, silu=True)
+    convolve = functools.partial(ops.conv_replay, conv_ring, raw, weight, bias,
+                                 torch.zeros_like(slots, dtype=torch.int64), slots, lens, silu=True)
     if mamba2:
-        ops.mamba2_replay(
-            *memory, first.unflatten(-1, by_head), dt, -parameter(spec.heads), second.unflatten(-1, by_group),
-            third.unflatten(-1, by_group), parameter(spec.heads), z.unflatten(-1, by_head), parameter(spec.heads),
-            slots, lens, scale, window=window)
+        op, how = ops.mamba2_replay, {}
+        inputs = (first.unflatten(-1, by_head), dt, -parameter(spec.heads), second.unflatten(-1, by_group),
+                  third.unflatten(-1, by_group), parameter(spec.heads), z.unflatten(-1, by_head), parameter(spec.heads))
     else:
-        ops.gdn_replay(
-            *memory, first.unflatten(-1, by_group), second.unflatten(-1, by_group), third.unflatten(-1, by_head), a, b,
-            parameter(spec.heads), parameter(spec.heads), slots, lens, scale, window=window,
-            scale=spec.state_dim**-0.5, l2norm=True)
+        op, how = ops.gdn_replay, {"scale": spec.state_dim**-0.5, "l2norm": True}
+        inputs = (first.unflatten(-1, by_group), second.unflatten(-1, by_group), third.unflatten(-1, by_head), a, b,
+                  parameter(spec.heads), parameter(spec.heads))
+    return convolve, lambda window: op(*memory, *inputs, slots, lens, scale, window=window, **how)
 
 
 @torch.no_grad()
@@ -285,11 +336,14 @@ def warm_up_prefill(model: HybridModel, state: DefaultModelState, tokens: int,
                 step([(0, ids[:count])], [[]], graph=graph)
 
 
-def warm_up_kernels(state: DefaultModelState, rows: Sequence[int], quiet: bool = False) -> None:
-    """What a model state's own memory needs, with decode steps of so many rows; pools of plain states need nothing."""
+def warm_up_kernels(state: DefaultModelState, sizes: Sequence[tuple[int, int]], quiet: bool = False) -> None:
+    """What a model state's own memory needs, with decode steps of `sizes` (rows, tokens of a row); pools of plain
+    states need nothing."""
     contexts = [states for states in state.memory.states.values() if isinstance(states, ReplayContext)]
     for context in contexts:
-        warm_up_decode(context, rows, quiet=quiet)
+        choose_windows(context, sizes)
+        windows = sorted({context.window, *context.windows.values()})
+        warm_up_decode(context, [rows for rows, _ in sizes], windows=windows, quiet=quiet)
         warm_up_lifecycle(context)
     warm_up_materializer(context for context in contexts if context.mode == "align")  # none publishes no snapshots
     warm_up_replay_kernels(state)
