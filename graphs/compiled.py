@@ -10,6 +10,8 @@ from torch import Tensor
 from .passes import NoCacheClones
 
 _serial = itertools.count()
+# Padded rows of a product's result would be copied into packed ones for each op that takes a part of them.
+OPTIONS = {"post_grad_custom_post_pass": NoCacheClones(), "comprehensive_padding": False}
 
 
 def compile_alone(method, *, cuda: bool = False, guarded: bool = True, direct: bool = False,
@@ -17,7 +19,8 @@ def compile_alone(method, *, cuda: bool = False, guarded: bool = True, direct: b
     """`torch.compile(fullgraph=True)` of a bound method with a code object of its own.
 
     Dynamo keeps compiled variants, eight at most, per code object; two steps of other sizes must not share them. It
-    fails if functionalisation leaves a clone of a tensor that the step writes, see `passes.NoCacheClones`.
+    fails if functionalisation leaves a clone of a tensor that the step writes, see `passes.NoCacheClones`. Results of
+    products are laid out as in eager mode.
 
     cuda: `mode="reduce-overhead"`, CUDA-graph trees, as one graph or, with a warning, none: no silent partitions.
     guarded: False leaves out Dynamo's guards, whose cost grows with the number of modules. That is for steps that take
@@ -28,7 +31,7 @@ def compile_alone(method, *, cuda: bool = False, guarded: bool = True, direct: b
     function = method.__func__
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_serial)}")
     own = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
-    options = {"post_grad_custom_post_pass": NoCacheClones()} if backend == "inductor" else {}
+    options = dict(OPTIONS) if backend == "inductor" else {}
     if cuda:
         options.update(torch._inductor.list_mode_options("reduce-overhead"), graph_partition=False)
     filters = {} if guarded else {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}

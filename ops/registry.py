@@ -99,7 +99,7 @@ def register(
         kernels = {"cpu": cpu, "cuda": cuda or cpu}
         op = Op(name, schema, mutates, body, inspect.signature(body), check_values, kernels,
                 flashinfer=flashinfer, inline_on_cpu=inline_on_cpu)
-        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
         _LIBRARY.impl(name, _implementation(op, "cpu"), "CPU")
         _LIBRARY.impl(name, _implementation(op, "cuda"), "CUDA")
         torch.library.register_fake(f"{NAMESPACE}::{name}", body, lib=_LIBRARY)
