@@ -177,6 +177,7 @@ def layer_texts(model) -> list[str]:
     step = engine(model, num_spec=2).decode
     batch, memory = step.state.prepare_inputs(step.inputs), step.state.memory
     step.state.prepare_attn(batch, step.inputs)
+    batch.decay_rates = [layer.mixer.decay_rates() for layer in model.layers if layer.kind == "mamba2"]
     x, rope = model.embedding(batch.input_ids), rope_rows(model.rope, batch.positions.view(batch.input_ids.shape))
 
     def run(layer, place, x, rope):

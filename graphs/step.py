@@ -68,6 +68,7 @@ class DecodeStep:
         self.compiled, self.guarded = compiled, guarded
         self.inputs = state.decode_inputs(rows, tokens)
         self.inputs.upload.records = False
+        self.no_prefill = torch.zeros(rows, dtype=torch.bool, device=self.inputs.upload.buffer.device)
         self.download = Download((rows, tokens + 2), torch.int32, self.inputs.upload.buffer.device)
         bind = (lambda function: function) if packed is None else packed.bind
         self._routes = {route: bind(getattr(self, f"_{route}")) for route in ROUTES}
@@ -78,7 +79,7 @@ class DecodeStep:
         """Makes the routes anew: what compiled before, and its recordings, is let go."""
         steps = {"greedy": self.greedy_step, "sampled": self.sampled_step}
         upload = self.inputs.upload
-        mark_static(upload, *self.state.owners)
+        mark_static(self, upload, *self.state.owners)
         if self.compiled:
             cuda = upload.buffer.is_cuda
             direct = cuda and not self.guarded
@@ -116,8 +117,7 @@ class DecodeStep:
         accepted = count_accepted(samples, batch.input_ids, batch.query_lens)
         # One tensor, which the commit reads: else Inductor moves the cursors' read behind the commit, and clones them.
         counts = torch.stack([accepted, flushing(state.memory, batch)], 1)
-        is_prefilling = torch.zeros(self.rows, dtype=torch.bool, device=samples.device)
-        commit(state, batch, inputs, counts[:, 0], is_prefilling)
+        commit(state, batch, inputs, counts[:, 0], self.no_prefill)
         self._note_last(samples, counts[:, 0])
         return torch.cat([samples, counts], 1)
 
@@ -163,21 +163,18 @@ def flushing(memory: ModelMemory, batch: Batch) -> Tensor:
         if isinstance(states, ReplayContext):
             slots = batch.state_slots[family]
             committed = states.cursors(0)[1][slots.long()]
-            return ((slots > 0) & (committed + batch.query_lens > states.window)).int()
+            return ((slots > 0) & (committed + batch.query_lens > batch.windows[family])).int()
     return torch.zeros_like(batch.query_lens, dtype=torch.int32)
 
 
 def commit(state: DefaultModelState, batch: Batch, inputs: InputBatch, accepted: Tensor, is_prefilling: Tensor) -> None:
     """Moves cursors (or, without replay, current slots) by the accepted tokens of each row; publishes snapshots."""
-    idx_mapping, rows = inputs.idx_mapping, len(accepted)
-    # lengths and acceptance are known by row: the row stands for its request, unless it is empty
-    by_row = torch.arange(rows, dtype=torch.int32, device=idx_mapping.device)
-    by_row = torch.where(idx_mapping >= 0, by_row, -1)
     for states in state.memory.states.values():
         if isinstance(states, ReplayContext):
-            live_cols = torch.full_like(by_row, states.live_col)
+            # lengths and acceptance are known by row: the row stands for its request; all live columns are alike
             states.postprocess(batch.first, accepted, is_prefilling, inputs.num_reqs, query_lens=batch.query_lens,
-                               live_cols=live_cols, idx_mapping=by_row)
+                               live_cols=states.live_cols[: len(accepted)], idx_mapping=inputs.by_row,
+                               window=batch.windows[states.family])
         else:
             # a prefill leaves its state in the current slot
-            states.accept(idx_mapping, torch.where(is_prefilling, 0, accepted))
+            states.accept(inputs.idx_mapping, torch.where(is_prefilling, 0, accepted))

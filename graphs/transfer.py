@@ -33,9 +33,6 @@ class Upload:
         self._turn = 0
         self.records = True  # an event costs the host several microseconds
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.places
-
     def _part(self, memory: Tensor, name: str) -> Tensor:
         start, shape = self.places[name]
         return memory[start : start + math.prod(shape)].view(shape)
@@ -43,6 +40,11 @@ class Upload:
     def view(self, name: str) -> Tensor:
         """The device's array of that name: a view, which a traced function makes anew from `buffer`."""
         return self._part(self.buffer, name)
+
+    def fix(self, name: str, values: np.ndarray) -> None:
+        """An array that is sent along with the others and never filled again."""
+        for arrays in self._arrays:
+            arrays[name][...] = values
 
     def begin(self) -> dict[str, np.ndarray]:
         """Arrays to fill, which hold what was sent some time before."""

@@ -120,9 +120,10 @@ class Engine:
 
     def _make_prefill_step(self, packed) -> Optional[PrefillStep]:
         """None where prefill runs eagerly, as it always does with ranks and with n-gram rows that the host fetches."""
-        config = self.config
-        if (not config.compiled_prefill or self.agreement is not None
-                or isinstance(self.state.requests.history, HostPrefetch)):
+        config, wanted = self.config, self.config.compiled_prefill
+        if wanted is None:
+            wanted = config.compiled and self.memory.device.type == "cuda"
+        if not wanted or self.agreement is not None or isinstance(self.state.requests.history, HostPrefetch):
             return None
         return PrefillStep(self.model, self.state, min(config.prefill_rows, config.max_num_seqs), self._longest_chunk,
                            packed, self.compile_counts.watch)
@@ -167,8 +168,8 @@ class Engine:
         begin = time.perf_counter()
         if self._launched is not None:
             self._launched.flight.result()  # before its place is taken
-        measure_back_ends(self.decode)
-        warm_up_kernels(self.state, [step.rows for step in self.steps], quiet)
+        measure_back_ends(self.steps)
+        warm_up_kernels(self.state, [(step.rows, step.tokens) for step in self.steps], quiet)
         # on a GPU the first call runs in the graphs' memory pool, the second records, the third replays
         repeats = 3 if self.config.compiled and self.memory.device.type == "cuda" else 1
         steps = [(step, route) for step in self.steps for route in ["greedy"] * greedy + ["sampled"] * sampling]

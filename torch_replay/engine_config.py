@@ -34,8 +34,8 @@ class EngineConfig:
     drafts on a GPU. run_ahead: launch a decode step before the results of the last one are there, where nothing but the
     end of a request could depend on them: without drafts, prompts and ranks. None: on a GPU.
 
-    compiled_prefill: prompt chunks run compiled too, see `graphs.prefill.PrefillStep`. Off by default: its tests have
-    run on a CPU alone so far, where it makes the first start longer.
+    compiled_prefill: prompt chunks run compiled too, see `graphs.prefill.PrefillStep`. None: on a GPU, if decode steps
+    do; elsewhere compiling takes longer than many prompts gain.
     """
 
     max_num_seqs: int = 8
@@ -60,7 +60,7 @@ class EngineConfig:
     startup_cache: bool = True
     decode_sizes: Optional[tuple[int, ...]] = None
     run_ahead: Optional[bool] = None
-    compiled_prefill: bool = False
+    compiled_prefill: Optional[bool] = None
 
     def __post_init__(self):
         for name in ("max_num_seqs", "block_size", "window", "prefill_budget", "chunk_size", "prefill_rows"):

@@ -258,23 +258,26 @@ class DefaultModelState:
         (rows, tokens), device = input_ids.shape, idx_mapping.device
         known = self.requests.last_token[idx_mapping.clamp(min=0).long()]
         input_ids = torch.where(input_ids < 0, known[:, None], input_ids)
-        query_start_loc = torch.arange(rows + 1, dtype=torch.int32, device=device) * tokens
+        query_start_loc = inputs.query_start_loc
         positions = inputs.allocate("positions", (rows * tokens,), torch.int64, device)
         seq_lens = inputs.allocate("seq_lens", (rows,), torch.int32, device)
         ops.prepare_positions(positions, seq_lens, idx_mapping, query_start_loc, self.requests.num_computed, query_lens)
-        state_slots, conv_slots, token_slots = {}, {}, {}
+        state_slots, conv_slots, token_slots, windows = {}, {}, {}, {}
         for family, states in memory.states.items():
             if isinstance(states, ReplayContext):
                 table = states.block_tables[:, :rows]
                 ops.gather_block_tables(table, states.request_tables, idx_mapping, inputs.num_reqs)
                 state_slots[family] = conv_slots[family] = table[0, :, states.live_col]
                 token_slots[family] = None
+                # prefill leaves no tokens in the ring, and its sizes are symbols, which no dict knows
+                decodes = inputs.is_prefilling is None
+                windows[family] = states.windows.get((rows, tokens), states.window) if decodes else states.window
             else:
                 by_token = tokens if inputs.is_prefilling is None else None
                 state_slots[family], token_slots[family] = states.step_slots(idx_mapping, by_token)
                 conv_slots[family] = torch.where(idx_mapping >= 0, idx_mapping + 1, 0)
         batch = Batch(input_ids, positions, positions.view(rows, tokens)[:, 0], seq_lens, query_start_loc, query_lens,
-                      conv_slots, state_slots, token_slots, allocate=inputs.allocate)
+                      conv_slots, state_slots, token_slots, windows, allocate=inputs.allocate)
         if self.requests.history is not None:
             batch.engram = self.requests.history.contexts(input_ids, batch, idx_mapping, inputs.num_reqs)
         return batch

@@ -113,7 +113,7 @@ class InputBatch:
     def empty(cls, rows: int, tokens: int, device, changes: Optional[Changes] = None) -> "InputBatch":
         """A batch whose rows are all empty."""
         shapes = {"num_reqs": (1,), "input_ids": (rows, tokens), "query_lens": (rows,), "idx_mapping": (rows,),
-                  "prefilling": (rows,)}
+                  "rows": (rows,), "prefilling": (rows,), "query_start_loc": (rows + 1,)}
         if changes is not None:
             shapes["num_computed"] = (rows,)
             if changes.groups:
@@ -126,8 +126,8 @@ class InputBatch:
             if changes.lookback:
                 shapes.update(lookback=(rows, changes.lookback))
         batch = cls(Upload(shapes, device), changes=changes)
-        batch.upload.begin()["idx_mapping"].fill(-1)
-        batch.upload.send()
+        batch.upload.fix("query_start_loc", np.arange(rows + 1) * tokens)
+        batch.fill([])
         return batch
 
     def view(self, name: str) -> Tensor:
@@ -152,6 +152,19 @@ class InputBatch:
         return self.view("idx_mapping")
 
     @property
+    def by_row(self) -> Tensor:
+        """[B] int32, each row's own number, -1 for empty rows: `idx_mapping` into what is known by row."""
+        return self.view("rows")
+
+    @property
+    def query_start_loc(self) -> Tensor:
+        """[B + 1] int32, where each row's tokens begin among all; the last is their number."""
+        if self.sent_ids is None:
+            return self.upload.view("query_start_loc")
+        rows, tokens = self.sent_ids.shape
+        return torch.arange(rows + 1, dtype=torch.int32, device=self.sent_ids.device) * tokens
+
+    @property
     def num_reqs(self) -> Tensor:
         """[1] int32, leading rows in use."""
         return self.upload.view("num_reqs")
@@ -164,12 +177,13 @@ class InputBatch:
         count, tokens = len(rows), [tokens for _, tokens in rows]
         lengths = [len(each) for each in tokens]
         arrays = self.upload.begin()
-        ids, lens, indices = arrays["input_ids"], arrays["query_lens"], arrays["idx_mapping"]
+        ids, lens, indices, own = (arrays[name] for name in ("input_ids", "query_lens", "idx_mapping", "rows"))
         arrays["num_reqs"][0] = count
         if count:
             lens[:count] = lengths
             indices[:count] = [index for index, _ in rows]
-        lens[count:], indices[count:] = 0, -1
+            own[:count] = np.arange(count)
+        lens[count:], indices[count:], own[count:] = 0, -1, -1
         ids.fill(0)
         if set(lengths) == {1}:
             ids[:count, 0] = [first for first, in tokens]

@@ -181,7 +181,6 @@ class _Metadata:
         state.prepare_attn(batch, self.inputs)
         # what was made on the way moves to a place of its own
         batch.input_ids = keep("input_ids", batch.input_ids)
-        batch.query_start_loc = keep("query_start_loc", batch.query_start_loc)
         for name in ("conv_slots", "state_slots", "token_slots"):
             slots = getattr(batch, name)
             setattr(batch, name, {family: value if value is None else keep(f"{family}.{name}", value)

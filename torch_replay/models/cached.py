@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import ops
 from ..replay_context import ReplayContext
-from .layers import rope_rows
+from .layers import decay_rates, rope_rows
 
 
 def fresh_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, device) -> Tensor:
@@ -44,8 +44,10 @@ class Batch:
     conv_slots: dict[str, Tensor]  # by family, [B] int32, 0 for padded rows
     state_slots: dict[str, Tensor]  # by family, [B] int32, likewise
     token_slots: dict[str, Optional[Tensor]]  # by family, [B, T] or None
+    windows: dict[str, int] = field(default_factory=dict)  # by family that replays: W or 0, see `ReplayContext.windows`
     attn: dict[str, AttnMetadata] = field(default_factory=dict)  # by KV kind
     engram: Optional[list[tuple[Tensor, Tensor]]] = None  # by engram layer, see graphs/engram.py
+    decay_rates: list[Tensor] = field(default_factory=list)  # by Mamba-2 layer, in decode steps, A [H]
     allocate: Callable[..., Tensor] = fresh_tensor  # makes what is written for the step
     tail: Optional["TailBatch"] = None  # decoder-side replay, in steps that drop tokens
 
@@ -67,6 +69,8 @@ def forward_hidden(model, memory, batch: Batch, prefill: bool) -> Tensor:
     """
     rope = rope_rows(model.rope, batch.positions.view(batch.input_ids.shape))
     x = model.embedding(batch.input_ids)
+    if not prefill and (mixers := [layer.mixer for layer in model.layers if layer.kind == "mamba2"]):
+        batch.decay_rates = decay_rates(mixers)
     layers = list(zip(model.layers, memory.place))
     if batch.tail is None:
         return _run_layers(layers, memory, x, rope, batch, prefill)
@@ -113,13 +117,14 @@ def _conv_replay(mixer, states, place, raw, bias, batch):
 def _decode_mamba2(mixer, states, place, h, batch):
     z, raw, dt = mixer.project(h)
     x, B, C = mixer.split(_conv_replay(mixer, states, place, raw, mixer.conv_bias, batch))
-    inputs = (x, dt, mixer.decay_rates(), B, C, mixer.D, z, mixer.dt_bias, batch.state_slots["mamba2"],
+    inputs = (x, dt, batch.decay_rates[place], B, C, mixer.D, z, mixer.dt_bias, batch.state_slots["mamba2"],
               batch.query_lens)
     if not isinstance(states, ReplayContext):
         y = ops.mamba2_update(states.state[place], *inputs, batch.token_slots["mamba2"])
     else:
         rings = (ring[place] for ring in states.rings)
-        y = ops.mamba2_replay(states.state[place], *rings, *states.cursors(place), *inputs, window=states.window)
+        y = ops.mamba2_replay(states.state[place], *rings, *states.cursors(place), *inputs,
+                              window=batch.windows["mamba2"])
     return mixer.output(y)
 
 
@@ -132,7 +137,8 @@ def _decode_gdn(mixer, states, place, h, batch):
         o = ops.gdn_update(states.state[place], *inputs, batch.token_slots["gdn"], **how)
     else:
         rings = (ring[place] for ring in states.rings)
-        o = ops.gdn_replay(states.state[place], *rings, *states.cursors(place), *inputs, window=states.window, **how)
+        o = ops.gdn_replay(states.state[place], *rings, *states.cursors(place), *inputs, window=batch.windows["gdn"],
+                           **how)
     return mixer.output(o, z)
 
 

@@ -111,6 +111,11 @@ class Mamba2Mixer(nn.Module):
         return self.output(self.gate(y, z))
 
 
+def decay_rates(mixers):
+    """`Mamba2Mixer.decay_rates` of each of `mixers`. Taken at once, which Inductor makes one kernel for all layers."""
+    return torch._foreach_neg([_wide(mixer.A_log).exp() for mixer in mixers])
+
+
 class GDNMixer(nn.Module):
     """Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024): gated delta rule behind a short convolution over q, k, v."""
 
