@@ -1,6 +1,7 @@
 """Host and total time of decode steps and of their attention metadata, under CUDA-graph trees and beside a plain graph.
 
-    python -m benchmarks.host_time [--metadata] [--small] [--engine] [--preset hybrid-8b] [--output FILE]
+    python -m benchmarks.host_time [--metadata] [--packing] [--engine] [--prefill] [--small] [--preset hybrid-8b]
+        [--output FILE]
 
 Three ways to run the same kernels: (a) eagerly, (b) as torch_replay does, one compiled function under CUDA-graph trees,
 (c) one graph captured by hand, which is the least that there can be and is done nowhere outside this folder. Host time
@@ -15,21 +16,26 @@ import platform
 import re
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 
 from benchmarks.timing import capture
 from torch_replay import Engine, EngineConfig, HybridModel, SamplingParams
-from torch_replay.graphs.compiled import compile_alone
+from torch_replay.graphs.compiled import compile_alone, mark_static
+from torch_replay.graphs.packing import pack_parameters
+from torch_replay.graphs.prefill import prefill
 from torch_replay.graphs.step import DecodeStep
 from torch_replay.models import small_model_dir
 from torch_replay.models.presets import PRESETS
 from torch_replay.request_state import RequestState
 from torch_replay.scheduler import KVGroup
 from torch_replay.specialized_decode import SpecializedDecodeModelState
+from torch_replay.warmup import warm_up_prefill
 
 BATCHES = (1, 8, 64, 256)
 REPEATS = 200
@@ -89,32 +95,94 @@ def metadata_times(batch: int, groups: int, device: str) -> dict:
     state.fill(inputs, rows)
     metadata = state._metadata(key)
     return {"eager": both(metadata.build), "trees": both(lambda: state.replay(key)),
-            "plain_graph": both(capture([compile_alone(metadata.fill_tensors)]).replay),
+            "plain_graph": both(plain_graph(metadata.fill_tensors)),
             "upload_host_us": host_us(lambda: state.fill(inputs, rows))}
 
 
-def step_times(model: HybridModel, batches, dtype: torch.dtype, max_model_len: int) -> list[dict]:
+class Layers:
+    """A step that writes 40 caches, with `count` parameters between. `run` is compiled."""
+
+    def __init__(self, count: int, packed: bool, device="cuda"):
+        self.weights = torch.nn.ParameterList(torch.ones(64, device=device) for _ in range(count)).requires_grad_(False)
+        self.caches, self.x = [torch.zeros(64, device=device) for _ in range(40)], torch.ones(64, device=device)
+        mark_static(self)
+        self._run = pack_parameters(self.weights, call=lambda: None).bind(self._write) if packed else self._write
+
+    def _write(self) -> None:
+        x, weights = self.x, list(self.weights)
+        for place, cache in enumerate(self.caches):
+            for weight in weights[place::40]:
+                x = x * weight
+            cache.add_(x)
+
+    def run(self) -> None:
+        self._run()
+
+
+def packing_times(count: int) -> dict[str, float]:
+    """Host time of `Layers` under trees: as torch.compile does it, without guards, packed too, and past Dynamo too."""
+    ways = {"guarded": {}, "no_guards": {"guarded": False}, "packed": {"guarded": False},
+            "packed_direct": {"guarded": False, "direct": True}}
+    times = {}
+    with torch.no_grad():
+        for name, how in ways.items():
+            run = compile_alone(Layers(count, name.startswith("packed")).run, cuda=True, **how)
+            for _ in range(3):
+                run()
+            times[name] = host_us(run)
+    return times
+
+
+def prefill_times(model: HybridModel, max_model_len: int, tokens: int = 256) -> dict[str, float]:
+    """Milliseconds of a prompt chunk, eager and compiled, and the seconds that compiling it takes at first."""
+    engine = Engine(model, None, EngineConfig(max_num_seqs=1, max_model_len=max_model_len, chunk_size=tokens,
+                                              dtype=torch.bfloat16, compiled_prefill=True, startup_cache=False))
+    begin = time.perf_counter()
+    warm_up_prefill(model, engine.state, tokens, engine.prefill_step)
+    results = {"compile_seconds": time.perf_counter() - begin}
+    rows = [(0, [1] * tokens)]
+    engine.state.requests.host.admit(0)
+    for name, run in (("eager", lambda: prefill(model, engine.state, rows, [[]])),
+                      ("compiled", lambda: engine.prefill_step(rows, [[]]))):
+        results[f"{name}_ms"] = total_us(run) / 1e3
+    return results
+
+
+def step_times(model: HybridModel, batches, dtype: torch.dtype, max_model_len: int, save) -> dict:
     """The whole greedy decode step, in the midst of that many requests. `launch` is what an engine calls: it fills and
     sends the upload, launches the graph and starts the results' way back; `total` waits for each step's results, and
-    `ahead` for those of the step before."""
+    `ahead` for those of the step before. Gives what is there to `save` after each size, for the next takes minutes."""
     engine = Engine(model, None, EngineConfig(max_num_seqs=max(batches), max_model_len=max_model_len, dtype=dtype,
-                                              decode_sizes=tuple(batches), prefill_rows=min(32, max(batches))))
+                                              decode_sizes=tuple(batches), prefill_rows=min(32, max(batches)),
+                                              compiled_prefill=False))
     begin = time.perf_counter()
     engine.warm_up(sampling=False)
-    warm_up_seconds = time.perf_counter() - begin
-    results = []
+    windows = {family: {"chosen": dict(zip(map(str, states.windows), states.windows.values())),
+                        "us": {str(size): times for size, times in states.window_us.items()}}
+               for family, states in engine.memory.states.items()}
+    results = {"warm_up_seconds": time.perf_counter() - begin, "parameters": sum(1 for _ in model.parameters()),
+               "windows": windows, "steps": []}
     for step in engine.steps:
         while len(engine.scheduler.running) < step.rows:
             prompt = [(len(engine.scheduler.running) + place) % 97 + 1 for place in range(16)]
             engine.add_request(prompt, SamplingParams(max_tokens=max_model_len // 2, ignore_eos=True))
             engine.step()
-        results.append(time_step(step, [(request.index, [1]) for request in engine.scheduler.running[: step.rows]]))
-        print(json.dumps(results[-1]), flush=True)
-    return [{"warm_up_seconds": warm_up_seconds, "parameters": sum(1 for _ in model.parameters())}, *results]
+        rows = [(request.index, [1]) for request in engine.scheduler.running[: step.rows]]
+        results["steps"].append(time_step(step, rows))
+        print(json.dumps(results["steps"][-1]), flush=True)
+        save(results)
+    return results
+
+
+def plain_graph(function: Callable, guarded: bool = True) -> Callable[[], None]:
+    """Replay of one graph, captured by hand, of the code that Inductor makes for a step's function (and has made, for
+    its cache has it): trees only wrap that code, which is what is left out here."""
+    with mock.patch("torch._inductor.output_code.cudagraph_post_compile", lambda *args, **kwargs: None):
+        return capture([compile_alone(function, cuda=True, guarded=guarded)]).replay
 
 
 def time_step(step: DecodeStep, rows: list) -> dict:
-    """One size. The plain graph holds the code that Inductor made for the same function."""
+    """One size."""
     flights = []
 
     def ahead():
@@ -127,7 +195,7 @@ def time_step(step: DecodeStep, rows: list) -> dict:
               "launch_host_us": host_us(lambda: step.launch(rows, "greedy")), "trees": both(step.run["greedy"]),
               "total_us": total_us(lambda: step.launch(rows, "greedy").result()), "ahead_us": total_us(ahead)}
     with torch.no_grad():
-        result["plain_graph"] = both(capture([compile_alone(step.greedy_step, guarded=False)]).replay)
+        result["plain_graph"] = both(plain_graph(step.greedy_step, guarded=False))
         result["trees_again"] = both(step.run["greedy"])
     result["kernels"] = kernel_counts(step)
     trees = min(result[name]["total_us"] for name in ("trees", "trees_again"))
@@ -154,7 +222,8 @@ def engine_rates(model: HybridModel, batch: int = 8, steps: int = 100) -> dict[s
 
 
 def kernel_counts(step: DecodeStep) -> dict[str, int]:
-    """Kernels of one step: those of this project's ops, those that Inductor generated, and others (products)."""
+    """Kernels of one step: those of this project's ops, those that Inductor generated, and others (products); and each
+    by name, without the numbers that Inductor adds."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step.run["greedy"]()
         torch.cuda.synchronize()
@@ -162,7 +231,9 @@ def kernel_counts(step: DecodeStep) -> dict[str, int]:
     names = [name for name in names if not name.startswith("Mem")]
     ours = sum(bool(re.fullmatch(r"_\w+_kernel", name)) for name in names)
     generated = sum(name.startswith("triton_") for name in names)
-    return {"all": len(names), "ops": ours, "generated": generated, "others": len(names) - ours - generated}
+    by_name = Counter(re.sub(r"(triton_\w+?)(_\d+)+$", r"\1", name)[:120] for name in names)
+    return {"all": len(names), "ops": ours, "generated": generated, "others": len(names) - ours - generated,
+            "by_name": dict(by_name.most_common())}
 
 
 def plot(results: dict, path: Path) -> None:
@@ -189,6 +260,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--metadata", action="store_true", help="attention metadata at 4 and 40 groups")
     parser.add_argument("--small", action="store_true", help="the whole step of the shipped small model")
+    parser.add_argument("--packing", action="store_true", help="a step with 0, 200 and 400 parameters")
+    parser.add_argument("--prefill", action="store_true", help="a prompt chunk, of the preset or the small model")
     parser.add_argument("--engine", action="store_true", help="tokens a second of the small model's engine, 8 requests")
     parser.add_argument("--preset", choices=PRESETS, help="the whole step of a preset with random weights")
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
@@ -206,7 +279,8 @@ def main() -> None:
                "torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()}
     torch.manual_seed(0)
 
-    def save():
+    def save(**more):
+        results.update(more)
         if options.output:
             options.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
@@ -218,21 +292,31 @@ def main() -> None:
                 results["metadata"].append({"groups": groups, "batch": batch, **times})
                 print(json.dumps(results["metadata"][-1]), flush=True)
                 save()
-    if options.small or options.engine:
+    if options.packing:
+        results["packing_host_us"] = {}
+        for count in (0, 200, 400):
+            results["packing_host_us"][count] = packing_times(count)
+            print(count, json.dumps(results["packing_host_us"][count]), flush=True)
+            save()
+    if options.small or options.engine or (options.prefill and not options.preset):
         model = HybridModel.from_pretrained(small_model_dir(), device="cuda", dtype=torch.bfloat16)
         model.requires_grad_(False)
     if options.engine:
-        results["tokens_per_second"] = engine_rates(model)
-        save()
+        save(tokens_per_second=engine_rates(model))
+        print(json.dumps(results["tokens_per_second"]), flush=True)
+    if options.prefill and not options.preset:
+        save(small_prefill=prefill_times(model, 512))
+        print(json.dumps(results["small_prefill"]), flush=True)
     if options.small:
-        results["small"] = step_times(model, options.batches, torch.bfloat16, 512)
-        save()
+        step_times(model, options.batches, torch.bfloat16, 512, lambda found: save(small=found))
     if options.preset:
         config = PRESETS[options.preset]()
         with torch.no_grad():
             model = HybridModel(config, "cuda", torch.bfloat16).eval().requires_grad_(False)
-        results[options.preset] = step_times(model, options.batches, torch.bfloat16, 1024)
-        save()
+        if options.prefill:
+            save(**{f"{options.preset}_prefill": prefill_times(model, 1024)})
+            print(json.dumps(results[f"{options.preset}_prefill"]), flush=True)
+        step_times(model, options.batches, torch.bfloat16, 1024, lambda found: save(**{options.preset: found}))
 
 
 if __name__ == "__main__":
