@@ -270,8 +270,7 @@ class DefaultModelState:
                 state_slots[family] = conv_slots[family] = table[0, :, states.live_col]
                 token_slots[family] = None
                 # prefill leaves no tokens in the ring, and its sizes are symbols, which no dict knows
-                decodes = inputs.is_prefilling is None
-                windows[family] = states.windows.get((rows, tokens), states.window) if decodes else states.window
+                windows[family] = states.window_of(rows, tokens) if inputs.is_prefilling is None else states.window
             else:
                 by_token = tokens if inputs.is_prefilling is None else None
                 state_slots[family], token_slots[family] = states.step_slots(idx_mapping, by_token)

@@ -80,7 +80,7 @@ class ReplayContext:
         live_col, live_cols: the last column, where an engine whose live states never move may keep them; [max_num_reqs]
             int32, the same by request.
         windows: by (rows, tokens) of padded decode steps, the window they run with, W or 0: few rows may be faster if
-            every step rewrites the checkpoint. W for sizes that are not there; `warmup.choose_windows` fills it.
+            every step rewrites the checkpoint. `warmup.choose_windows` fills it; read it by `window_of`.
             window_us: what it measured, by size and window.
         plan: [4, G, max_num_reqs] int32, the last step's snapshot plan: src_slots, dst_slots, plan_start, plan_count.
             One tensor, since every input of a compiled step costs the host microseconds.
@@ -175,6 +175,10 @@ class ReplayContext:
         """
         scale = [] if self.state_scale is None else [self.state_scale]
         return [self.state, *scale, *self.rings, self.conv_ring, self.ring_start, self.ring_committed]
+
+    def window_of(self, rows: int, tokens: int = 1) -> int:
+        """The window of decode steps of so many padded rows and tokens of a row: W, or 0 if that was found faster."""
+        return self.windows.get((rows, tokens), self.window)
 
     def export_slot(self, slot: int, position: int) -> dict[str, Tensor]:
         """The logical state of a slot after `position` tokens, position independent; see `ops.ring_export`."""
