@@ -180,6 +180,16 @@ def failing(agreement, how: str) -> None:
     runner.generate([prompt(9)] * 2, SamplingParams(max_tokens=40, ignore_eos=True))
 
 
+def waiting_for_another(agreement) -> None:
+    """Rank 1 dies while rank 2 waits for rank 0, which comes late to the message and is the first to notice."""
+    if agreement.rank == 1:
+        time.sleep(0.5)
+        os._exit(7)
+    if agreement.rank == 0:
+        time.sleep(1.0)
+    agreement.agree(True, False, False, 0)
+
+
 def failing_twice(agreement) -> str:
     """After a failure every further step fails at once, on each rank, and says why."""
     runner = tail_engine(agreement)

@@ -21,6 +21,7 @@ from parallel_ranks import (
     staying_away,
     tails,
     texts,
+    waiting_for_another,
 )
 
 from torch_replay.cli import main
@@ -122,6 +123,15 @@ def test_a_rank_that_dies(tmp_path):
         assert type(outcome.error) is RankFailure and outcome.error.ranks == [1]
         assert str(outcome.error).startswith("rank 1 died or hangs (")
         assert outcome.seconds < PATIENCE_SECONDS + SLACK_SECONDS < 20
+
+
+def test_who_waits_for_another(tmp_path):
+    """A rank that waits for one which has noticed is told by that one's leaving, and is not taken for dead itself."""
+    first, dead, last = run_ranks(tmp_path, 3, waiting_for_another)
+    assert dead.exit_code == 7
+    for outcome in (first, last):
+        assert type(outcome.error) is RankFailure and outcome.error.ranks == [1]
+        assert outcome.seconds < SLACK_SECONDS
 
 
 def test_a_rank_that_stays_away(tmp_path):
