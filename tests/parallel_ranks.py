@@ -21,7 +21,7 @@ import torch.distributed as dist
 from tiny import tiny_model
 
 import torch_replay.engine
-from torch_replay import Engine, EngineConfig, SamplingParams, parallel
+from torch_replay import Engine, EngineConfig, SamplingParams
 from torch_replay.parallel import StepAgreement
 
 context = multiprocessing.get_context("forkserver")
@@ -161,14 +161,9 @@ def tails(agreement, shares, window) -> tuple[list[Seen], bool, list]:
     return seen, kept, list(final.values())
 
 
-PATIENCE_SECONDS = 6.0  # where cores are busy, a rank may need longer than two seconds to notice that another is gone
-
-
 def failing(agreement, how: str) -> None:
     """Rank 1 stops in the middle of its run: `how` says in what way. The others go on for as long as they can."""
     runner = tail_engine(agreement, num_spec=2)
-    if how == "die":
-        parallel.ROLL_CALL_SECONDS = PATIENCE_SECONDS
     if agreement.rank == 1:
         fail = {"forward": _raise, "schedule": _raise, "die": lambda *_: os._exit(7)}[how]
         if how == "schedule":
