@@ -103,9 +103,9 @@ def metadata_times(batch: int, groups: int, device: str) -> dict:
 class Layers:
     """A step that writes 40 caches, with `count` parameters between. `run` is compiled."""
 
-    def __init__(self, count: int, packed: bool, device="cuda"):
-        self.weights = torch.nn.ParameterList(torch.ones(64, device=device) for _ in range(count)).requires_grad_(False)
-        self.caches, self.x = [torch.zeros(64, device=device) for _ in range(40)], torch.ones(64, device=device)
+    def __init__(self, count: int, packed: bool):
+        self.weights = torch.nn.ParameterList(torch.ones(64, device="cuda") for _ in range(count)).requires_grad_(False)
+        self.caches, self.x = [torch.zeros(64, device="cuda") for _ in range(40)], torch.ones(64, device="cuda")
         mark_static(self)
         self._run = pack_parameters(self.weights, call=lambda: None).bind(self._write) if packed else self._write
 
@@ -158,8 +158,8 @@ def step_times(model: HybridModel, batches, dtype: torch.dtype, max_model_len: i
                                               compiled_prefill=False))
     begin = time.perf_counter()
     engine.warm_up(sampling=False)
-    windows = {family: {"chosen": dict(zip(map(str, states.windows), states.windows.values())),
-                        "us": {str(size): times for size, times in states.window_us.items()}}
+    windows = {family: {name: {str(size): value for size, value in found.items()}
+                        for name, found in (("chosen", states.windows), ("us", states.window_us))}
                for family, states in engine.memory.states.items()}
     results = {"warm_up_seconds": time.perf_counter() - begin, "parameters": sum(1 for _ in model.parameters()),
                "windows": windows, "steps": []}

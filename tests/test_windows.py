@@ -4,9 +4,8 @@ import itertools
 
 import pytest
 import torch
-from test_warmup import FAMILIES, context, fill, live_tensors, recorded, untouched
+from test_warmup import FAMILIES, SLOTS, context, fill, live_tensors, recorded, untouched
 from tiny import PATTERN, engine, tiny_model
-from triton_harness import GPU, on_device
 
 from torch_replay import ReplayContext, SamplingParams, warmup
 from torch_replay.ops import backends
@@ -62,20 +61,19 @@ def timed(monkeypatch):
     def median_us(call, repeats, device):
         with recorded("mamba2_replay", "gdn_replay") as calls:
             call()
-        flushes = [bool((live[-1][slots.long()] + lens > kwargs["window"]).all())
-                   for slots, lens, kwargs, live in map(_cursors, calls)]
-        assert len(set(flushes)) == 1, "layers are alike"
-        return costs["flush"] if flushes[0] else 10.0
+        flushes, = {_flushes(name, args, kwargs["window"]) for name, args, kwargs, _ in calls}  # layers are alike
+        return costs["flush"] if flushes else 10.0
 
     monkeypatch.setattr(backends, "MEASURED_DEVICES", ("cpu",))
     monkeypatch.setattr(backends, "median_us", median_us)
     return costs
 
 
-def _cursors(call):
-    name, args, kwargs, live = call
-    at = {"mamba2_replay": 14, "gdn_replay": 13}[name]
-    return args[at], args[at + 1], kwargs, [args[5]]
+def _flushes(name: str, args: list, window: int) -> bool:
+    """Whether all rows of a replay flush."""
+    at, committed = SLOTS[name.removesuffix("_replay")], args[5]
+    slots, lens = args[at : at + 2]
+    return bool((committed[slots.long()] + lens > window).all())
 
 
 @FAMILIES
@@ -103,9 +101,9 @@ def test_no_choice_on_a_cpu():
     assert not ctx.windows
 
 
-@pytest.mark.skipif(not GPU, reason="needs a GPU")
-@pytest.mark.parametrize("mark", [pytest.param(None, marks=on_device)])
-def test_choice_on_a_gpu(mark):
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_choice_on_a_gpu():
     """Warm-up measures every small size, and leaves the states alone."""
     runner = engine(tiny_model(3).cuda(), max_num_seqs=11, num_spec=2)
     before = [states.state.clone() for states in runner.memory.states.values()]
