@@ -126,8 +126,8 @@ def _replay_tokens_kernel(
 ):
     P_TILES: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     tile = tl.program_id(0) % P_TILES
-    head = (tl.program_id(0) // P_TILES).to(tl.int64)
-    row = tl.program_id(1).to(tl.int64)
+    head = (tl.program_id(0) // P_TILES % H).to(tl.int64)
+    row = (tl.program_id(0) // (P_TILES * H)).to(tl.int64)
     group = head // HEADS_PER_GROUP
     slot = tl.load(p_slots + row * slots_b).to(tl.int64)
     q = _row_length(p_lens + row * lens_b if p_lens is not None else None, slot, TOKENS)
@@ -270,7 +270,8 @@ def mamba2_replay(
     tile = replay_tile(state, x_ring, B_ring, tokens)
     if rows == 0:
         return
-    grid = (heads * triton.cdiv(dim, tile["BLOCK_P"]), rows)
+    # one axis, for the others end at 65,535 programs; the tiles of a row are neighbours and share its B and C
+    grid = (rows * heads * triton.cdiv(dim, tile["BLOCK_P"]),)
     _replay_tokens_kernel[grid](
         as_stored(state), *state.stride(), x_ring, *x_ring.stride(), B_ring, *B_ring.stride(), dt_ring,
         *dt_ring.stride(), ring_start, *ring_start.stride(), ring_committed, *ring_committed.stride(), x, *x.stride(),
@@ -292,8 +293,8 @@ def _update_state_kernel(
 ):
     P_TILES: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     tile = tl.program_id(0) % P_TILES
-    head = (tl.program_id(0) // P_TILES).to(tl.int64)
-    row = tl.program_id(1).to(tl.int64)
+    head = (tl.program_id(0) // P_TILES % H).to(tl.int64)
+    row = (tl.program_id(0) // (P_TILES * H)).to(tl.int64)
     group = head // HEADS_PER_GROUP
     slot = tl.load(p_slots + row * slots_b).to(tl.int64)
     q = _row_length(p_lens + row * lens_b if p_lens is not None else None, slot, TOKENS)
@@ -347,7 +348,7 @@ def mamba2_update(
     tile = row_tile(dim, state.shape[3], 2048)
     if rows == 0:
         return
-    grid = (heads * triton.cdiv(dim, tile["BLOCK_P"]), rows)
+    grid = (rows * heads * triton.cdiv(dim, tile["BLOCK_P"]),)
     _update_state_kernel[grid](
         state, *state.stride(), x, *x.stride(), dt, *dt.stride(), A, *A.stride(), B, *B.stride(), C, *C.stride(), D,
         *strides(D, 1), z, *strides(z, 4), dt_bias, *strides(dt_bias, 1), slots, *slots.stride(), query_lens,
