@@ -1,5 +1,7 @@
 """Prefix cache: what a hit is, where chunks end, who holds what, and what goes first."""
 
+from array import array
+
 import pytest
 
 from torch_replay.block_pool import BlockPool
@@ -122,6 +124,29 @@ def test_keys():
     assert keys_of([0, *range(2, 40), 1], 8)[0] != keys[0]
     other = keys_of([9, *range(1, 40)], 8)
     assert not set(other) & set(keys) and not set(keys_of(range(40), 8, "salt")) & set(keys)
+
+
+@pytest.mark.parametrize("length", [b"", (64).to_bytes(8, "little")], ids=["bare", "with_length"])
+def test_a_crafted_salt_continues_no_chain(length):
+    """What an unsalted key was made of, given as a salt: the tokens that follow get another key."""
+    following, last = [5] * 8, [6] * 8
+    for first in range(200_000):  # until the key is text, which a salt must be
+        key = keys_of([first] * 8, 8)[0]
+        try:
+            salt = (key + length + array("q", following).tobytes()).decode()
+        except UnicodeDecodeError:
+            continue
+        break
+    assert keys_of(last, 8, salt)[0] not in keys_of([first] * 8 + following + last, 8)
+    assert keys_of([first] * 8, 8, "") != keys_of([first] * 8, 8, "\0" * 8)
+
+
+def test_a_salt_that_is_no_text():
+    """A lone surrogate has no bytes: refused by name, and no key is made."""
+    keys = []
+    with pytest.raises(ValueError, match="cache_salt: expected text that UTF-8 can encode, got '.ud800'"):
+        extend_keys(keys, list(range(16)), 8, "\ud800")
+    assert not keys
 
 
 def test_salt_keeps_tenants_apart():

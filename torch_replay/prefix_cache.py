@@ -207,9 +207,23 @@ def extend_keys(keys: list[bytes], tokens: list[int], step: int, salt: str = "")
     """Appends what is missing in `keys`, of which entry i names the first (i + 1) * step tokens under `salt`.
 
     Each key is a digest of the one before and of the tokens since, so equal keys mean equal prefixes: BLAKE2b (Aumasson
-    et al. 2013) with 128 bits, for which no two inputs of one digest are known.
+    et al. 2013) with 128 bits, for which no two inputs of one digest are known. Salts and tokens are digested under
+    names of their own (its `person`), each behind its length, so that no salt begins where some tokens ended.
+
+    Raises ValueError, having appended nothing, for a salt that UTF-8 cannot encode.
     """
-    parent = keys[-1] if keys else blake2b(salt.encode(), digest_size=16).digest()
+    parent = keys[-1] if keys else _digest(b"cache_salt", _encode_salt(salt))
     for end in range((len(keys) + 1) * step, len(tokens) + 1, step):
-        parent = blake2b(parent + array("q", tokens[end - step : end]).tobytes(), digest_size=16).digest()
+        parent = _digest(b"tokens", array("q", tokens[end - step : end]).tobytes(), parent)
         keys.append(parent)
+
+
+def _digest(domain: bytes, content: bytes, parent: bytes = b"") -> bytes:
+    return blake2b(parent + len(content).to_bytes(8, "little") + content, digest_size=16, person=domain).digest()
+
+
+def _encode_salt(salt: str) -> bytes:
+    try:
+        return salt.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"cache_salt: expected text that UTF-8 can encode, got {salt!r}") from None
