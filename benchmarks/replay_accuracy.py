@@ -41,7 +41,7 @@ def recorded_losses(engine: Engine):
     def recording(model, state, rows, following, agreed, before):
         wanted = []
         for index, tokens in rows:
-            request, start = engine._placed[index], int(state.requests.host.num_computed[index])
+            request, start = engine._placed[index][0], int(state.requests.host.num_computed[index])
             wanted.append(request.prompt_ids[start + 1 : start + 1 + len(tokens)])
             first = start + 1
         samples, logprobs = prefill(model, state, rows, wanted, agreed, before)

@@ -350,7 +350,7 @@ def run_trace(name, attention, seed, options):
             index = waiting.pop(0)
             params = SamplingParams(max_tokens=counts[index], ignore_eos=True)
             runner.add_request(prompts[index], params, str(index))
-            requests[str(index)] = runner._live[str(index)][0]
+            requests[str(index)] = runner._live[str(index)].request
             continue
         armed[0] = rng.random() < 0.04
         poison_free(runner)

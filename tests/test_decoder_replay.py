@@ -217,7 +217,7 @@ def test_prompt_logprobs_after_a_preemption():
     model, prompt = tail_model(3), prompts()[2]
     runner = engine(model, chunk_size=7)
     name = runner.add_request(prompt, SamplingParams(max_tokens=6, ignore_eos=True, prompt_logprobs=True))
-    request = runner._live[name][0]
+    request = runner._live[name].request
     while len(request.output_ids) < 3:
         runner.step()
     runner.scheduler._requeue(request)

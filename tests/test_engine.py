@@ -240,7 +240,7 @@ def test_prefill_hands_over_a_checkpoint(model, prompts):
     for chunk in (256, 7):
         runner = engine(model, chunk_size=chunk)
         runner.add_request(prompts[3], PARAMS)
-        while not (request := next(iter(runner._live.values()))[0]).output_ids:
+        while not (request := next(iter(runner._live.values())).request).output_ids:
             runner.step()
         truth = TruthModel(model)
         for token in prompts[3]:

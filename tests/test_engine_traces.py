@@ -101,7 +101,7 @@ def run_trace(trace) -> None:
                 assert runner.abort(name)
             else:
                 armed[0] = rng.random() < 0.03
-                live = {name: entry[0] for name, entry in runner._live.items()}
+                live = {name: entry.request for name, entry in runner._live.items()}
                 try:
                     outputs = runner.step()
                 except Injected:

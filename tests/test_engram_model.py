@@ -99,7 +99,7 @@ def test_chunks_do_not_need_the_earlier_ones(model, prompts, want):
 def test_generated_tokens_come_from_the_device(model, prompts, want):
     """Decode uploads no ids; what the steps wrote is, at the end, each request's text, and damage to it shows."""
     runner = engine(model, max_num_seqs=len(prompts))
-    requests = [runner._live[runner.add_request(prompt, PARAMS)][0] for prompt in prompts]
+    requests = [runner._live[runner.add_request(prompt, PARAMS)].request for prompt in prompts]
     while not all(request.is_decoding for request in requests):
         runner.step()
     runner.state.requests.history.write_lookback = None

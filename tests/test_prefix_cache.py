@@ -220,9 +220,9 @@ def test_readmission_overwrites_the_start():
     request = new("second", 100, max_tokens=3)
     scheduler.add(request)
     for _ in range(2):
-        plan = scheduler.schedule()
+        scheduler.schedule()
         assert request.replay_start == request.num_computed == 64 and request.hit_tokens == 96
-        scheduler.recover(plan)
+        scheduler.recover()
         assert (request.replay_start, request.hit_tokens, request.num_computed, request.source) == (0, 0, 0, 0)
     pool = scheduler.pools["full"]
     pool.begin_step()
@@ -235,9 +235,9 @@ def test_failed_steps_publish_nothing():
     """Blocks and snapshots of a step that failed are not found, and nobody holds them."""
     scheduler = make(window=32, snapshots=8)
     scheduler.add(request := new("a", 100))
-    plan = scheduler.schedule()
+    scheduler.schedule()
     assert request.snapshots == {64: 1}
-    scheduler.recover(plan)
+    scheduler.recover()
     assert scheduler.prefix.counts.published_blocks == scheduler.prefix.counts.published_snapshots == 0
     assert not request.snapshots and scheduler.prefix.snapshots.num_used == 0
     run(scheduler, request)

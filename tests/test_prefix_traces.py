@@ -135,7 +135,7 @@ def run_trace(sizes, seed, pads=True):
         if fails:
             for request in plan.requests:
                 world.snapshots.update(dict.fromkeys(request.snapshots.values(), "junk"))
-            scheduler.recover(plan)
+            scheduler.recover()
             world.seen["failed"] += 1
         for pool in scheduler._all_pools:
             assert pool.num_used + pool.num_free + pool.num_pending == pool.num_blocks - 1

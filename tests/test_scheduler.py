@@ -170,7 +170,7 @@ def test_random_traces(trace):
             assert before[r][1] not in indices
         if step < 200 and chooser.random() < 0.04:
             others = {r: (r.num_computed, r.index) for r in scheduler.running if r not in plan.requests}
-            scheduler.recover(plan)
+            scheduler.recover()
             assert all(r.num_computed == 0 and r in scheduler.waiting for r in plan.requests + plan.preempted)
             assert {r: (r.num_computed, r.index) for r in scheduler.running} == others
         else:
@@ -312,14 +312,14 @@ def test_recover_keeps_order_and_others():
     for request in (a, b, c):
         scheduler.add(request)
     plan = scheduler.schedule()
-    scheduler.recover(plan)
+    scheduler.recover()
     assert scheduler.waiting == [a, b, c] and a.num_computed == 0 and a.index == -1 and a.tables == {"full": []}
-    scheduler.recover(plan)  # a second time changes nothing
+    scheduler.recover()  # a second time changes nothing
     assert scheduler.waiting == [a, b, c]
     plan = scheduler.schedule()
     commit(scheduler, plan)
     scheduler.abort("a")
-    scheduler.recover(plan)
+    scheduler.recover()
     assert scheduler.waiting == [b, c] and a.finish_reason == "abort"
     run(scheduler)
     assert b.finish_reason == c.finish_reason == "length" and b.preemptions == 0

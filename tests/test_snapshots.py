@@ -149,7 +149,7 @@ def test_preempted_and_resumed(model, prompt, text):
     want = greedy(model, prompt[:10], 12)
     watch = Watch(model, state_block_size=4, num_snapshots=8)
     watch.runner.add_request(prompt[:10], SamplingParams(max_tokens=12, ignore_eos=True))
-    request = next(iter(watch.runner._live.values()))[0]
+    request = next(iter(watch.runner._live.values())).request
     while len(request.output_ids) < 5:
         watch.step()
     watch.runner.scheduler._requeue(request)
@@ -180,7 +180,7 @@ def test_one_token_chunks(model, length, chunks):
     ends = iter([sum(chunks[: i + 1]) for i in range(len(chunks))])
     watch.prefix.chunk_end = lambda request, start, end: (planned.append(start), next(ends))[1]
     request_id = watch.runner.add_request(tokens, SamplingParams(max_tokens=5, ignore_eos=True))
-    request = watch.runner._live[request_id][0]
+    request = watch.runner._live[request_id].request
     while not request.output_ids:
         watch.step()
     assert [*planned, length] == [0, *[sum(chunks[: i + 1]) for i in range(len(chunks))]]
@@ -279,7 +279,7 @@ def test_export_and_import_of_a_live_slot(model, prompt, text, steps):
     requests = []
     for runner in runners:
         name = runner.add_request(prompt, PARAMS)
-        requests.append(runner._live[name][0])
+        requests.append(runner._live[name].request)
         for _ in range(steps):
             runner.step()
     source, target = requests

@@ -43,7 +43,10 @@ def engine(model, max_num_seqs: int = 4, **options) -> Engine:
     Index 0 is withheld and rows go by index, so that the index of row r is at least r + 1.
     """
     runner = Engine(model, None, EngineConfig(**{"max_num_seqs": max_num_seqs + 1, "compiled": False, **options}))
-    assert runner.scheduler.indices.allocate(1) == [1]  # index i is this pool's block i + 1
+    indices = runner.scheduler.indices
+    assert indices.allocate(1) == [1]  # index i is this pool's block i + 1
+    restore = indices.restore
+    indices.restore = lambda held: restore([1, *held])
     schedule = runner.scheduler.schedule
 
     def by_index():

@@ -1,6 +1,6 @@
 """Blocks of a cache, counted by who holds them, and found again by what they contain. Pure Python: no tensors."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Optional
 
@@ -71,6 +71,21 @@ class BlockPool:
             if not self._holders[block]:
                 del self._holders[block]
                 self._pending.append(block)
+
+    def restore(self, held: Iterable[int]) -> None:
+        """Lets `held`, a block for each holder, be all that is held, whatever state an interrupted call left behind;
+        zeros are skipped. What is published under a key stays published. May be called again where it was interrupted.
+        """
+        self._holders = dict(Counter(block for block in held if block))
+        # of a block that was being published or evicted, one of the two may miss
+        self._block_of = {key: block for key, block in self._block_of.items() if self._key_of.get(block) == key}
+        self._key_of = {block: key for key, block in self._block_of.items()}
+        # those idle for longest first, then what was let go just now, a prefix from its end
+        idle = [*self._idle, *reversed(self._key_of)]
+        self._idle = {b: None for b in idle if b in self._key_of and b not in self._holders}
+        self._free = deque(
+            b for b in range(1, self.num_blocks) if b not in self._key_of and b not in self._holders)
+        self._pending.clear()
 
     def publish(self, block: int, key: bytes) -> bool:
         """Lets a block in use be found by `key`. False, and nothing done, if another block has that key, or the block

@@ -5,11 +5,10 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Optional, Union
 
 import torch
 
-from .detokenizer import Detokenizer
 from .drafter import Drafter, NoDraft, PromptLookup
 from .engine_config import EngineConfig
 from .graphs.engram import HostPrefetch
@@ -20,6 +19,7 @@ from .graphs.step import SAME_TOKEN, DecodeStep, Flight
 from .memory import STATE_KINDS, MemoryConfig, ModelMemory
 from .model_state import DefaultModelState, ReplayModelState
 from .models import HybridModel
+from .output import RequestOutput, Stream
 from .progress import shown
 from .request import Request, SamplingParams
 from .request_state import RequestState
@@ -30,18 +30,6 @@ from .warmup import warm_up_kernels, warm_up_prefill
 
 if TYPE_CHECKING:
     from .parallel import Agreed, StepAgreement
-
-
-@dataclass
-class RequestOutput:
-    """What a step did for one request. `text` and `token_ids` are all of the output so far."""
-
-    id: str
-    token_ids: list[int]
-    text: str
-    new_text: str
-    finish_reason: Optional[str]
-    prompt_logprobs: Optional[list[Optional[float]]] = None  # if asked for: by prompt token, None for the first
 
 
 @dataclass
@@ -111,11 +99,14 @@ class Engine:
         self.runs_ahead = (cuda if config.run_ahead is None else config.run_ahead) and not (
             config.num_spec or agreement is not None or isinstance(requests.history, HostPrefetch))
         self._launched: Optional[_Launched] = None  # ahead of its turn
-        self._failure: Optional[Exception] = None  # of a step launched ahead, for the next call to raise
+        self._failure: Optional[Exception] = None  # of a step, for the next call to raise
+        self._callback_errors: list[Exception] = []
+        self._outputs: list[tuple[Stream, RequestOutput]] = []  # for `step` to hand out
+        self._torn = False  # something was interrupted, or is under way
         self._landed = 0.0  # when the last decode step's results came
         self.stats = Stats(self.memory, self.scheduler.prefix)
-        self._live: dict[str, tuple[Request, Detokenizer, Optional[Callable]]] = {}
-        self._placed: dict[int, Request] = {}  # by index, as the model state knows them
+        self._live: dict[str, Stream] = {}
+        self._placed: dict[int, tuple[Request, int]] = {}  # by index, as the model state knows them, and the admission
         self._ids = itertools.count()
 
     def _make_prefill_step(self, packed) -> Optional[PrefillStep]:
@@ -130,7 +121,7 @@ class Engine:
 
     @property
     def _longest_chunk(self) -> int:
-        return min(self.config.chunk_size, self.config.prefill_budget, self.config.max_model_len - 1)
+        return min(self.config.chunk_size, self.config.prefill_budget, self.config.max_model_len)
 
     def _step_sizes(self, tokens: int, cuda: bool) -> list[tuple[int, int]]:
         """Rows and tokens of the decode steps, from the smallest to the largest."""
@@ -154,7 +145,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        if self._failure is not None:
+        if self._failure is not None or self._outputs:
             return True
         return self.scheduler.has_work or (self.agreement is not None and not self.agreement.done)
 
@@ -191,27 +182,65 @@ class Engine:
                     on_output: Optional[Callable[[RequestOutput], None]] = None, cache_salt: str = "") -> str:
         """Queues a prompt (text or token ids) and returns the request's id.
 
-        on_output is called after each step that made tokens for the request; it may abort requests. If it raises, the
-        request ends with finish_reason "error", the others go on, and `step` raises the exception once they are all
-        dealt with. Only requests of the same cache_salt take prefixes over from one another.
+        on_output is called with each output of the request but that of an abort; it may abort requests. If it raises,
+        the request ends with finish_reason "error", the others go on, and `step` raises the exception once they are all
+        dealt with; the next call hands the outputs out. Only requests of the same cache_salt take prefixes over from
+        one another.
 
         Raises:
             ValueError: empty prompt, ids outside the vocabulary, a prompt that leaves no room for a token, an id in
-                use. TypeError: text without a tokenizer.
+                use, a salt that is no UTF-8. TypeError: text without a tokenizer, a callback that cannot be called.
         """
+        stream = self._checked(prompt, params, request_id, on_output, cache_salt)
+        self._queue([stream])
+        return stream.request.id
+
+    def _checked(self, prompt, params, request_id=None, on_output=None, cache_salt="") -> Stream:
+        """A request that can be queued."""
         ids = self._encode(prompt)
-        request_id = f"request-{next(self._ids)}" if request_id is None else request_id
+        if request_id is None:
+            request_id = next(name for name in map("request-{}".format, self._ids) if name not in self._live)
         if request_id in self._live:
             raise ValueError(f"request_id is {request_id!r}, expected one that is not in use")
+        if on_output is not None and not callable(on_output):
+            raise TypeError(f"on_output is {on_output!r}, expected something that can be called")
         request = Request(request_id, ids, params, cache_salt=cache_salt)
-        self.scheduler.add(request)
-        self._live[request_id] = (request, Detokenizer(self.tokenizer, params.stop), on_output)
-        return request_id
+        self.scheduler.check(request)
+        return Stream(request, self.tokenizer, on_output)
+
+    def _queue(self, streams: list[Stream]) -> None:
+        """All of them or, if interrupted, none."""
+        try:
+            for stream in streams:
+                self._live[stream.request.id] = stream
+                self.scheduler.add(stream.request)
+        except BaseException:
+            self._withdraw(streams)
+            raise
+
+    def _withdraw(self, streams: list[Stream]) -> None:
+        """Ends requests of which nobody knows any more, without outputs."""
+        for stream in streams:
+            if self._live.get(stream.request.id) is stream:
+                self._finish(stream.request, "abort")
+        gone = set(streams)
+        self._outputs = [pair for pair in self._outputs if pair[0] not in gone]
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request with finish_reason "abort"; False if there is none of that id."""
-        self._forget(request_id)
-        return self.scheduler.abort(request_id)
+        """Ends a request; False if there is none of that id. The next outputs have its tokens and text so far, with
+        finish_reason "abort"."""
+        stream = self._live.get(request_id)
+        if stream is None:
+            return False
+        torn, self._torn = self._torn, True
+        stream.end("abort", self._outputs)
+        self._finish(stream.request, "abort")
+        self._torn = torn
+        return True
+
+    def _finish(self, request: Request, reason: str) -> None:
+        self.scheduler.finish(request, reason)
+        self._forget(request.id)
 
     def _forget(self, request_id: str) -> None:
         self._live.pop(request_id, None)
@@ -220,26 +249,57 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """One scheduling step: chunks of prompts, then one token or more for every request that decodes.
 
-        If the model fails, every request of the step is put back to be computed anew from its tokens, the others keep
-        all they have, and the exception is raised again; `step` may be called again. Outputs that were there before
-        come first, and the next call raises. Where ranks agree on steps, the others are told and stop with a
-        RankFailure, and there is no further step on any.
+        If anything fails or interrupts it, every request of the step is put back to be computed anew from its tokens,
+        the others keep all they have, and the exception is raised again; `step` may be called again. Outputs that were
+        there before an error come first, and the next call raises; after an interrupt the next call hands them out.
+        Where ranks agree on steps, the others are told and stop with a RankFailure, and there is no further step on
+        any.
         """
-        outputs: list[RequestOutput] = []
-        failures: list[Exception] = []
+        self._run()
+        try:
+            return [output for _, output in self._outputs]
+        finally:
+            self._outputs = []
+
+    def _run(self) -> None:
+        """A step that hands nothing out yet."""
         with self._reporting():
             if self._failure is not None:
                 error, self._failure = self._failure, None
                 raise error
             try:
-                self._step(outputs, failures)
-            except Exception as error:
-                if not outputs or self.agreement is not None:
+                if self._torn:
+                    self._recover()
+                if self.scheduler.has_work or (self.agreement is not None and not self.agreement.done):
+                    self._torn = True
+                    self._step()
+                    self._torn = False
+            except BaseException as error:
+                self._recover()
+                if not (isinstance(error, Exception) and self._outputs and self.agreement is None):
                     raise
-                self._failure = error  # what came before it is handed out first
-        if failures:
-            raise failures[0]
-        return outputs
+                self._failure = error
+        if self._callback_errors:
+            errors, self._callback_errors = self._callback_errors, []
+            raise errors[0]
+
+    def _recover(self) -> None:
+        """After a step, or an abort, that was interrupted: all objects are as if it had not begun, but for outputs that
+        were made. May be called again where it was interrupted itself."""
+        if self.memory.device.type == "cuda":
+            torch.cuda.synchronize(self.memory.device)  # copies that nobody waits for any more read pinned memory
+        self._launched = None
+        for stream, output in self._outputs:
+            stream.settle(output)
+            if output.finish_reason is not None and not stream.request.finished:
+                stream.request.finish_reason = output.finish_reason  # what that means, the scheduler sees to
+        self.scheduler.recover()
+        for stream in list(self._live.values()):
+            if stream.request.finished:
+                self._forget(stream.request.id)
+            else:
+                stream.rewind()
+        self._torn = False
 
     @contextlib.contextmanager
     def _reporting(self):
@@ -251,35 +311,27 @@ class Engine:
                 self.agreement.report(error)
             raise
 
-    def _step(self, outputs, failures) -> None:
+    def _step(self) -> None:
         launched, self._launched = self._launched, None
         if launched is None:
             plan = self.scheduler.schedule()
-            try:
-                self._place(plan)
-                agreed = self._agree(plan) if self.agreement is not None else None
-                if plan.prefills:
-                    self._prefill(plan, agreed, outputs, failures)
-                elif agreed is not None and agreed.prefills and self.state.joins_prefills:
-                    prefill(self.model, self.state, [], [], agreed)
-                self._drop_finished(plan)
-                launched = self._launch(plan) if plan.decodes else None
-            except BaseException:
-                self.scheduler.recover(plan)
-                raise
-        if launched is None:
-            return
+            self._place(plan)
+            agreed = self._agree(plan) if self.agreement is not None else None
+            if plan.prefills:
+                self._prefill(plan, agreed)
+            elif agreed is not None and agreed.prefills and self.state.joins_prefills:
+                prefill(self.model, self.state, [], [], agreed)
+            self._drop_finished(plan)
+            if not plan.decodes:
+                return
+            launched = self._launch(plan)
         if self._may_run_ahead(launched.plan):
             try:
                 self._run_ahead(launched.plan)
             except Exception as error:  # that step is given up; what is under way still counts
+                self.scheduler.recover()
                 self._failure = error
-        try:
-            self._land(launched, outputs, failures)
-        except BaseException:
-            self._launched = None
-            self.scheduler.recover(launched.plan)
-            raise
+        self._land(launched)
         if self._launched is not None and all(request.finished for request in self._launched.plan.decodes):
             self._launched = None  # nobody waits for it
 
@@ -298,12 +350,8 @@ class Engine:
         for request in before.decodes:
             self.scheduler.expect(request)
         plan = self.scheduler.schedule()
-        try:
-            self._place(plan)
-            self._launched = self._launch(plan)
-        except BaseException:
-            self.scheduler.recover(plan)
-            raise
+        self._place(plan)
+        self._launched = self._launch(plan)
 
     def _agree(self, plan: Plan) -> "Agreed":
         rows = [(chunk.request.index, chunk.length, True) for chunk in plan.prefills]
@@ -311,16 +359,44 @@ class Engine:
         trims = kept != [length for _, length, _ in rows]
         return self.agreement.agree(bool(plan.requests), bool(rows), trims, sum(kept))
 
-    def generate(self, prompts: Sequence, params: SamplingParams = SamplingParams()) -> list[RequestOutput]:
-        """Runs prompts to their end and returns their final outputs in order."""
-        final: dict[str, RequestOutput] = {}
+    def generate(self, prompts: Union[str, Sequence], params: Union[SamplingParams, Sequence[SamplingParams]] =
+                 SamplingParams()) -> list[RequestOutput]:
+        """Runs prompts, of which a str is one, to their end and returns their final outputs in order.
+
+        params: for all of them, or one for each. If a prompt is refused or a step fails, none of them remains. Outputs
+        of other requests are kept for `step`.
+
+        Raises what `add_request` and `step` raise; ValueError for another number of params than of prompts.
+        """
         if self.agreement is not None:
             self.agreement.open()
         with self._reporting():
-            ids = [self.add_request(prompt, params) for prompt in prompts]
-        while self.has_work:
-            final.update((output.id, output) for output in self.step())
-        return [final[request_id] for request_id in ids]
+            prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+            each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+            if len(each) != len(prompts):
+                raise ValueError(f"params: expected {len(prompts)} SamplingParams, one a prompt, got {len(each)}")
+            streams = [self._checked(prompt, own) for prompt, own in zip(prompts, each)]
+        mine = set(streams)
+        try:
+            self._queue(streams)
+            while not all(stream.request.finished for stream in streams) or (
+                    self.agreement is not None and not self.agreement.done):
+                self._run()
+                self._merge_outputs(mine)
+            final = dict(self._outputs)
+            return [final[stream] for stream in streams]
+        finally:
+            self._withdraw(streams)
+
+    def _merge_outputs(self, mine: set[Stream]) -> None:
+        """Keeps one output of each request, and none of unfinished ones in `mine`."""
+        kept: dict[Stream, RequestOutput] = {}
+        for stream, output in self._outputs:
+            if stream in kept:
+                output = replace(output, new_text=kept[stream].new_text + output.new_text)
+            if stream not in mine or output.finish_reason is not None:
+                kept[stream] = output
+        self._outputs = list(kept.items())
 
     def _encode(self, prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -337,16 +413,17 @@ class Engine:
 
     def _place(self, plan: Plan) -> None:
         """Tells the model state which request is at which index now, and what the step reads of them."""
-        for index, request in list(self._placed.items()):
-            if request.index != index:
+        for index, (request, admission) in list(self._placed.items()):
+            if (request.index, request.admission) != (index, admission):
                 self.state.remove_request(index)
                 del self._placed[index]
-        for request in plan.admitted:
-            self.state.add_request(request)
-            self._placed[request.index] = request
-        self.state.update_requests(plan.requests, plan.admitted)
+        for request in plan.requests:
+            if request.index not in self._placed:
+                self.state.add_request(request)
+                self._placed[request.index] = request, request.admission
+        self.state.update_requests(plan.requests)
 
-    def _prefill(self, plan: Plan, agreed: Optional["Agreed"], outputs, failures) -> None:
+    def _prefill(self, plan: Plan, agreed: Optional["Agreed"]) -> None:
         begin = time.perf_counter()
         tokens = [chunk.request.tokens for chunk in plan.prefills]
         chunks = [(chunk.request.index, ids[chunk.start : chunk.start + chunk.length])
@@ -363,7 +440,8 @@ class Engine:
         for chunk, token, values in zip(plan.prefills, samples, logprobs, strict=True):
             chunk.request.prompt_logprobs += values
             self.scheduler.advance(chunk.request, chunk.length)
-            self._commit(chunk.request, [token] if chunk.last else [], outputs, failures)
+            if chunk.last:
+                self._commit(chunk.request, [token] if chunk.request.params.max_tokens else [])
 
     def _launch(self, plan: Plan) -> _Launched:
         """Starts the decode rows of a plan, in the smallest step that holds them."""
@@ -377,7 +455,7 @@ class Engine:
         with self.compile_counts.watch((step.rows, step.tokens, route)):
             return _Launched(plan, step.launch(rows, route), begin)
 
-    def _land(self, launched: _Launched, outputs, failures) -> None:
+    def _land(self, launched: _Launched) -> None:
         """Waits for a decode step and hands its tokens out. Requests may have ended since it was launched, or have been
         put back to wait: those lose their place, not their token."""
         plan, result = launched.plan, launched.flight.result()
@@ -393,7 +471,7 @@ class Engine:
             request.decode_steps += 1
             request.drafted += len(plan.drafts[row])
             request.accepted += accepted - 1
-            self.stats.decode_tokens += self._commit(request, result.samples[row][:accepted], outputs, failures)
+            self.stats.decode_tokens += self._commit(request, result.samples[row][:accepted])
             self.stats.flushes += result.flushed[row]
 
     @staticmethod
@@ -407,35 +485,20 @@ class Engine:
         size = self.model.config.vocab_size
         return list(itertools.takewhile(lambda token: 0 <= token < size, draft))
 
-    def _commit(self, request: Request, tokens: list[int], outputs, failures) -> int:
+    def _commit(self, request: Request, tokens: list[int]) -> int:
         """Appends a step's tokens up to the first that ends the request; returns how many were kept."""
-        if not tokens or request.finished:
+        if request.finished:  # by another's callback
             return 0
-        _, text, on_output = self._live[request.id]
-        params, before = request.params, len(request.output_ids)
-        reason = None
-        for token in tokens:
-            request.output_ids.append(token)
-            ends = token == self.model.config.eos_token_id and not params.ignore_eos
-            if ends or text.append(token):
-                reason = "stop"
-            elif len(request.output_ids) >= params.max_tokens or request.num_tokens >= self.config.max_model_len:
-                reason = "length"
-            if reason:
-                break
-        new_text = text.flush() if reason else text.take()
-        logprobs = [None, *request.prompt_logprobs] if params.prompt_logprobs else None
-        output = RequestOutput(request.id, list(request.output_ids), text.text, new_text, reason, logprobs)
-        if on_output is not None:
+        stream, before = self._live[request.id], len(request.output_ids)
+        output = stream.commit(tokens, self.model.config.eos_token_id, self._longest(request), self._outputs)
+        if output.finish_reason is not None:
+            self._finish(request, output.finish_reason)
+        if stream.on_output is not None:
             try:
-                on_output(output)
+                stream.on_output(output)
             except Exception as error:
-                output.finish_reason = reason = "error"
-                failures.append(error)
-        if request.finished:  # aborted by its own callback
-            output.finish_reason = request.finish_reason
-        elif reason:
-            self.scheduler.finish(request, reason)
-            self._forget(request.id)
-        outputs.append(output)
+                self._callback_errors.append(error)
+                output.finish_reason, output.error = "error", f"on_output raised {type(error).__name__}: {error}"
+                if not request.finished:
+                    self._finish(request, "error")
         return len(request.output_ids) - before

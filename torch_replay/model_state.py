@@ -95,24 +95,23 @@ class DefaultModelState:
         return [self, self.requests, self.memory, *self.memory.states.values(), *history]
 
     def add_request(self, request: Request) -> None:
-        """A request got `request.index`: overwrites whatever the last one left there."""
+        """A request got `request.index`: overwrites whatever the last one left there. Its state starts with its next
+        step, from a snapshot or from nothing. May be called again where it was interrupted."""
         state, index, params = self.requests, request.index, request.params
         state.temperature[index], state.top_p[index] = params.temperature, params.top_p
         state.top_k[index], state.seeds[index] = params.top_k, params.seed
+        state.host.admit(index)
+        state.host.fresh[index] = request.source
 
     def remove_request(self, index: int) -> None:
         """The request at `index` has ended or was put back."""
 
-    def update_requests(self, requests: list[Request], admitted: list[Request]) -> None:
+    def update_requests(self, requests: list[Request]) -> None:
         """Notes what a step will read of its requests: lengths, block tables, and which slots their states go through.
 
-        admitted: those of them whose state starts with this step, from a snapshot or from nothing. Host work alone: the
-        step's own input batch brings it to the device.
+        Host work alone: the step's own input batch brings it to the device.
         """
         host, kinds = self.requests.host, list(self.memory.kv)
-        for request in admitted:
-            host.admit(request.index)
-            host.fresh[request.index] = request.source
         for request in requests:
             host.update(request, kinds)
             if self.memory.config.num_snapshots:

@@ -81,14 +81,14 @@ def _stop_texts(stop: object) -> tuple[str, ...]:
 class Request:
     """One request, from arrival to its finish. Compared and hashed by identity.
 
-    The engine appends to `output_ids`; the scheduler owns `index`, `tables`, `arrival`, `finish_reason` and
-    `preemptions`, moves `num_computed`, and takes it back to 0 when the caches are taken away.
+    The engine appends to `output_ids`; the scheduler owns `index`, `tables`, `arrival`, `admission`, `finish_reason`
+    and `preemptions`, moves `num_computed`, and takes it back to 0 when the caches are taken away.
 
     num_computed: tokens whose state is in the caches, always the first ones. pending: 1 if a step is under way whose
     token is counted already, in num_tokens and num_computed, but not known yet. index: row in the persistent
     per-request buffers, -1 when not admitted. tables: for each KV group the block ids by position // block_size, 0
-    where a window block was freed. arrival: order in which the scheduler got it. drafted, accepted: draft tokens
-    proposed and kept.
+    where a window block was freed. arrival: order in which the scheduler got it. admission: number of its last
+    admission, the scheduler's first being 0. drafted, accepted: draft tokens proposed and kept.
 
     prompt_logprobs: those of prompt tokens 1, 2, ... as far as the prompt is computed, if they are asked for.
 
@@ -111,6 +111,7 @@ class Request:
     tables: dict[str, list[int]] = field(default_factory=dict)
     finish_reason: Optional[str] = None
     arrival: int = -1
+    admission: int = -1
     drafted: int = 0
     accepted: int = 0
     preemptions: int = 0
@@ -129,6 +130,10 @@ class Request:
             raise TypeError(f"id: expected a string, got {self.id!r}")
         if not isinstance(self.cache_salt, str):
             raise TypeError(f"cache_salt: expected a string, got {self.cache_salt!r}")
+        try:
+            self.cache_salt.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"cache_salt: expected text that UTF-8 can encode, got {self.cache_salt!r}") from None
         if not isinstance(self.params, SamplingParams):
             raise TypeError(f"params: expected SamplingParams, got {self.params!r}")
         self.prompt_ids = [check_int(f"prompt_ids[{i}]", token, 0) for i, token in enumerate(self.prompt_ids)]

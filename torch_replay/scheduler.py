@@ -80,6 +80,10 @@ class Scheduler:
     turn, `schedule`, then `advance` for each request that a forward has run, and `finish` for those that ended, or
     `recover` if the step failed. A plan is empty only if nothing is left to do.
 
+    Each method may raise anywhere, an interrupt included, and nothing is lost: which requests there are (`_live` and
+    their finish_reason), which are admitted (index) and what those hold (tables, source, snapshots) is written down in
+    one place each. The lists and the pools follow from it, and `recover` makes them anew.
+
     Raises TypeError or ValueError for sizes that are no positive integers (num_spec may be 0), fewer than two blocks,
     and groups of the same name; for a prefix cache also as `PrefixCache` says.
     """
@@ -129,25 +133,28 @@ class Scheduler:
         self._all_pools = [*self.pools.values(), *snapshots, self.indices]
         self.waiting: list[Request] = []  # by arrival
         self.running: list[Request] = []  # by admission
+        self.plan = Plan()  # the last one
         self._live: dict[str, Request] = {}
-        self._arrivals = 0
+        self._torn = False  # something was interrupted, or is under way
+        self._arrivals = self._admissions = 0
         self._reserved: dict[str, int] = {}  # by group; brought up to date by `_reserve`
         self._owed = 0  # decoding requests that get one block in each group at the next step
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self._live)
 
-    def add(self, request: Request) -> None:
-        """Queues a new request. Raises ValueError if it has run before, if its id belongs to an unfinished request, if
-        its prompt is empty or longer than max_model_len - 1, or if it could not even run alone in the pools."""
+    def check(self, request: Request) -> None:
+        """Raises ValueError if a request has run before, if its id belongs to an unfinished request, if its prompt is
+        empty or, with a token to follow, longer than max_model_len, or if it could not even run alone in the pools."""
         if request.id in self._live:
             raise ValueError(f"id: expected one that no unfinished request has, got {request.id!r}")
         if request.finished or request.arrival >= 0:
             raise ValueError(f"request {request.id!r}: expected a new one, got one that was added before")
         length = len(request.prompt_ids)
-        if not 1 <= length < self.max_model_len:
-            raise ValueError(f"prompt_ids: expected 1 to {self.max_model_len - 1} tokens, got {length}")
+        longest = self.max_model_len - (request.params.max_tokens > 0)
+        if not 1 <= length <= longest:
+            raise ValueError(f"prompt_ids: expected 1 to {longest} tokens, got {length}")
         most = self._last_cover(request)  # after a preemption, prompt and outputs are prefilled
         needs = {group.name: self._blocks_held(group, most, most) for group in self.groups}
         for name, need in needs.items():
@@ -156,9 +163,14 @@ class Scheduler:
                     f"request {request.id!r}: expected a need of at most {self.pools[name].num_blocks - 1} blocks in "
                     f"group {name!r}, got {need} for {length} prompt tokens and max_tokens={request.params.max_tokens}"
                 )
-        request.arrival, self._arrivals = self._arrivals, self._arrivals + 1
-        self._live[request.id] = request
+
+    def add(self, request: Request) -> None:
+        """Queues a new request. Raises ValueError as `check` does."""
+        self.check(request)
+        self._begin()
+        request.arrival, self._arrivals, self._live[request.id] = self._arrivals, self._arrivals + 1, request
         self.waiting.append(request)
+        self._torn = False
 
     def finish(self, request: Request, reason: str) -> None:
         """Ends a waiting or admitted request and frees what it holds. Raises ValueError for any other request, and for
@@ -167,12 +179,14 @@ class Scheduler:
             raise ValueError(f"reason: expected one of {FINISH_REASONS}, got {reason!r}")
         if self._live.get(request.id) is not request:
             raise ValueError(f"request: expected an unfinished one of this scheduler, got {request.id!r}")
+        self._begin()
+        request.finish_reason = reason
         del self._live[request.id]
         if request.index >= 0:
             self._release(request)
         else:
             self.waiting.remove(request)
-        request.finish_reason = reason
+        self._torn = False
 
     def abort(self, request_id: str) -> bool:
         """Finishes the request with this id, if it is unfinished; says whether it was."""
@@ -192,17 +206,35 @@ class Scheduler:
     def expect(self, request: Request) -> None:
         """Counts the one token of a decode step that is under way, so that the step after it can be scheduled. The call
         of `advance` that follows does not count it again."""
-        request.num_computed += 1
-        request.pending = 1
+        request.num_computed, request.pending = request.num_computed + 1, 1
 
-    def recover(self, plan: Plan) -> None:
+    def recover(self) -> None:
         """After a step that failed: its requests lose their caches and wait, in order of arrival, to be computed again.
 
-        What the plan preempted waits already. Requests that finished since, and all others, are left alone.
+        These are the requests of the last plan, or, where `schedule` itself failed, none but those that have a step
+        under way. All others keep what they have. May be called again, also where it raised.
         """
-        for request in plan.requests:
-            if request.index >= 0:
-                self._requeue(request)
+        self._torn = True
+        self._live = {name: request for name, request in self._live.items() if not request.finished}
+        live, failed = list(self._live.values()), set(self.plan.requests)
+        for request in {*live, *failed}:
+            if request.index < 0 or request.pending or request in failed:
+                self._clear(request)
+        self.running = sorted((r for r in live if r.index >= 0), key=lambda request: request.admission)
+        self.waiting = sorted((r for r in live if r.index < 0), key=lambda request: request.arrival)
+        for name, pool in self.pools.items():
+            pool.restore(block for request in self.running for block in request.tables[name])
+        self.indices.restore(request.index + 1 for request in self.running)
+        if self.prefix is not None and self.prefix.snapshots is not None:
+            self.prefix.snapshots.restore(
+                snapshot for r in self.running for snapshot in (r.source, *r.snapshots.values()))
+        self._torn = False
+
+    def _begin(self) -> None:
+        """Before a change of several objects, which sets `_torn` back to False when it is complete."""
+        if self._torn:
+            self.recover()
+        self._torn = True
 
     def release_window(self, request: Request) -> None:
         """Frees the blocks that no later query of the request sees: wholly below num_computed - sliding_window + 1."""
@@ -216,6 +248,8 @@ class Scheduler:
 
     def schedule(self) -> Plan:
         """The next step. Its blocks are in the tables of its requests when this returns."""
+        self._begin()
+        self.plan = Plan()
         for request in self.running:
             self.release_window(request)
         for pool in self._all_pools:
@@ -228,6 +262,7 @@ class Scheduler:
             if request.is_decoding:
                 self._plan_decode(request, plan)
         self._plan_prefills(plan)
+        self.plan, self._torn = plan, False
         return plan
 
     def _secure_decodes(self, plan: Plan) -> None:
@@ -300,7 +335,6 @@ class Scheduler:
                 need -= sum(self.pools[group.name].holds(key) for key in keys)
             if self._room(group.name) < need:
                 return False
-        request.index = self.indices.allocate(1)[0] - 1
         for group in self.full_groups:
             request.tables[group.name] = [self.pools[group.name].share(key) for key in keys]
         for group in self.window_groups:
@@ -308,31 +342,35 @@ class Scheduler:
         if self.prefix is not None:
             self.prefix.adopt(request, hit)
         self._take(request, {group.name: fresh[group.name] for group in self.full_groups})
+        request.admission, self._admissions = self._admissions, self._admissions + 1
+        request.index = self.indices.allocate(1)[0] - 1  # now it is admitted, with all that it needs
         return True
 
     def _preempt(self, request: Request, plan: Plan) -> None:
-        self._requeue(request)
+        self._release(request)
+        self._clear(request)
+        insort(self.waiting, request, key=lambda other: other.arrival)
         self._reserve()
         request.preemptions += 1
         plan.preempted.append(request)
 
-    def _requeue(self, request: Request) -> None:
-        self._release(request)
+    def _clear(self, request: Request) -> None:
+        """Nothing of the request is computed, and it holds nothing."""
+        request.index, request.tables, request.source, request.snapshots = -1, {name: [] for name in self.pools}, 0, {}
         request.num_computed = request.replay_start = request.hit_tokens = request.pending = 0
         request.prompt_logprobs.clear()
-        request.prefix_keys.clear()  # the failed step may have named tokens that the request never got
-        insort(self.waiting, request, key=lambda other: other.arrival)
+        request.prefix_keys.clear()  # a failed step may have named tokens that the request never got
 
     def _release(self, request: Request) -> None:
         """Takes an admitted request's blocks and index."""
+        index, request.index = request.index, -1  # from here on it is not admitted
         self.running.remove(request)
         for name, table in request.tables.items():
             self.pools[name].free(reversed(table))  # a prefix is evicted from its end
         if self.prefix is not None:
             self.prefix.drop(request)
-        self.indices.free([request.index + 1])
+        self.indices.free([index + 1])
         request.tables = {name: [] for name in self.pools}
-        request.index = -1
 
     def _reserve(self) -> None:
         """Counts the free blocks that admitted requests will still take in window groups to complete their prefill."""
@@ -380,8 +418,8 @@ class Scheduler:
         return min(len(request.prompt_ids) + request.params.max_tokens, self.max_model_len)
 
     def _last_cover(self, request: Request) -> int:
-        """Most tokens that ever need room in a cache: all but the final one, which nothing reads."""
-        return self._final_length(request) - 1
+        """Most tokens that ever need room in a cache: all but a final one of the output, which nothing reads."""
+        return max(self._final_length(request) - 1, len(request.prompt_ids))
 
     def _cap(self, request: Request, tokens: int) -> int:
         return min(tokens, self._last_cover(request))

@@ -1,0 +1,88 @@
+"""What a step hands out of a request: its tokens, their text, and why it ended."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Optional
+
+from .detokenizer import Detokenizer
+from .request import Request
+
+
+@dataclass
+class RequestOutput:
+    """What a step did for one request. `text` and `token_ids` are all of the output so far."""
+
+    id: str
+    token_ids: list[int]
+    text: str
+    new_text: str
+    finish_reason: Optional[str]
+    prompt_logprobs: Optional[list[Optional[float]]] = None  # if asked for: by prompt token, None for the first
+    error: Optional[str] = None  # what went wrong, where finish_reason is "error"
+
+
+class Stream:
+    """An unfinished request of an engine, with the text of its tokens and the callback that wants them.
+
+    An output counts once it is in the engine's list of outputs. Tokens and text that a step added before it was
+    interrupted, `rewind` takes back; they will be computed again.
+    """
+
+    def __init__(self, request: Request, tokenizer, on_output: Optional[Callable[[RequestOutput], None]] = None):
+        self.request, self.on_output = request, on_output
+        self._tokenizer, self._text = tokenizer, Detokenizer(tokenizer, request.params.stop)
+        self._told = 0  # tokens of the last output
+        self._torn = False  # an output was being made
+
+    def commit(self, tokens: list[int], eos: int, longest: int, outputs: list, error: Optional[str] = None
+               ) -> RequestOutput:
+        """Appends a step's tokens up to the first that ends the request, and an output to `outputs`.
+
+        longest: tokens, prompt and output, at which the request ends. error: what went wrong after these tokens.
+        """
+        self._torn = True
+        request, params, reason = self.request, self.request.params, None
+        for token in tokens:
+            request.output_ids.append(token)
+            ends = token == eos and not params.ignore_eos
+            if ends or self._text.append(token):
+                reason = "stop"
+            elif len(request.output_ids) >= params.max_tokens or request.num_tokens >= longest:
+                reason = "length"
+            if reason:
+                break
+        else:
+            if error is not None:
+                reason = "error"
+            elif not params.max_tokens:
+                reason = "length"
+        return self._tell(reason, outputs, error if reason == "error" else None)
+
+    def end(self, reason: str, outputs: list) -> RequestOutput:
+        """Appends a last output of the tokens so far to `outputs`."""
+        self._torn = True
+        return self._tell(reason, outputs)
+
+    def _tell(self, reason: Optional[str], outputs: list, error: Optional[str] = None) -> RequestOutput:
+        request, text = self.request, self._text
+        new_text = text.flush() if reason else text.take()
+        logprobs = [None, *request.prompt_logprobs] if request.params.prompt_logprobs else None
+        output = RequestOutput(request.id, list(request.output_ids), text.text, new_text, reason, logprobs, error)
+        outputs.append((self, output))
+        self.settle(output)
+        return output
+
+    def settle(self, output: RequestOutput) -> None:
+        """Notes an output that stands."""
+        self._told, self._torn = len(output.token_ids), False
+
+    def rewind(self) -> None:
+        """Takes back what no output told of."""
+        if not self._torn:
+            return
+        del self.request.output_ids[self._told :]
+        self._text = Detokenizer(self._tokenizer, self.request.params.stop)
+        for token in self.request.output_ids:
+            self._text.append(token)
+        self._text.take()  # what the last output told
+        self._torn = False
