@@ -86,6 +86,10 @@ COUNTS = {
     "mamba2_replay": ("window", (16, 15, 14, 13)),
     "gdn_replay": ("window", (16, 15, 14, 13)),
     "kda_replay": ("window", (16, 15, 14, 13)),
+    "mamba2_prefill": ("philox_rounds", (6, 7, 8, 10)),
+    "gdn_prefill": ("philox_rounds", (6, 7, 8, 10)),
+    "kda_prefill": ("philox_rounds", (6, 7, 8, 10)),
+    "conv_prefill": ("max_query_len", (13, 14, 15, 16)),
     "mamba2_materialize": ("philox_rounds", (6, 7, 8, 10)),
     "gdn_materialize": ("philox_rounds", (6, 7, 8, 10)),
     "kda_materialize": ("philox_rounds", (6, 7, 8, 10)),
@@ -101,7 +105,7 @@ def test_every_count_is_tried():
 @torch.no_grad()
 def test_counts(op, argument, values):
     """Four values of a count share a graph."""
-    wanted = "state_fp16_stochastic" if argument == "philox_rounds" else None
+    wanted = {"philox_rounds": "state_fp16_stochastic", "max_query_len": "packed_padded"}.get(argument)
     sample = next(sample for sample in samples(op) if wanted in (None, sample.id))
 
     step, backend = compiled(lambda arguments, count: OPS[op].overload(**arguments, **{argument: count}), dynamic=True)

@@ -16,6 +16,8 @@ class TestSchemas(TestCase):
 compact_active(Tensor plan_count, Tensor num_reqs) -> (Tensor, Tensor)
 compute_slot_mappings(Tensor(a0!) slot_mappings, Tensor block_tables, Tensor query_start_loc, Tensor
     positions, Tensor block_sizes, Tensor? query_lens=None) -> ()
+conv_prefill(Tensor(a0!) conv_ring, Tensor x, Tensor weight, Tensor? bias, Tensor positions, Tensor slots,
+    Tensor? query_lens=None, Tensor? query_start_loc=None, *, SymInt? max_query_len=None, bool silu) -> Tensor
 conv_replay(Tensor(a0!) conv_ring, Tensor x, Tensor weight, Tensor? bias, Tensor positions, Tensor slots,
     Tensor? query_lens=None, *, bool silu) -> Tensor
 copy_slots(Tensor(a0!) pool, Tensor src_slots, Tensor dst_slots, Tensor layer_group, Tensor active_rows) -> ()
@@ -33,6 +35,10 @@ gather_replay_rows(Tensor(a0!) rows, Tensor(a1!) kept_query_start_loc, Tensor(a2
 gdn_materialize(Tensor(a0!) state, Tensor u_ring, Tensor k_ring, Tensor g_ring, Tensor src_slots, Tensor
     dst_slots, Tensor ring_start, Tensor count, Tensor layer_group, Tensor active_rows, Tensor(a10!)?
     state_scale=None, Tensor? seed=None, *, SymInt philox_rounds=0) -> ()
+gdn_prefill(Tensor(a0!) state, Tensor(a1!) ring_start, Tensor(a2!) ring_committed, Tensor q, Tensor k, Tensor
+    v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, Tensor slots, Tensor? query_lens=None, Tensor?
+    has_state=None, Tensor? query_start_loc=None, Tensor(a14!)? state_scale=None, Tensor? seed=None, *,
+    SymInt? max_query_len=None, float scale, bool l2norm, SymInt philox_rounds=0) -> Tensor
 gdn_replay(Tensor(a0!) state, Tensor(a1!) u_ring, Tensor(a2!) k_ring, Tensor(a3!) g_ring, Tensor ring_start,
     Tensor ring_committed, Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias,
     Tensor slots, Tensor? query_lens=None, Tensor(a15!)? state_scale=None, Tensor? seed=None, *, SymInt
@@ -42,6 +48,11 @@ gdn_update(Tensor(a0!) state, Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, 
 kda_materialize(Tensor(a0!) state, Tensor u_ring, Tensor k_ring, Tensor g_ring, Tensor src_slots, Tensor
     dst_slots, Tensor ring_start, Tensor count, Tensor layer_group, Tensor active_rows, Tensor(a10!)?
     state_scale=None, Tensor? seed=None, *, SymInt philox_rounds=0) -> ()
+kda_prefill(Tensor(a0!) state, Tensor(a1!) ring_start, Tensor(a2!) ring_committed, Tensor q, Tensor k, Tensor
+    v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, Tensor slots, Tensor? query_lens=None, Tensor?
+    has_state=None, Tensor? query_start_loc=None, Tensor(a14!)? state_scale=None, Tensor? seed=None, *,
+    SymInt? max_query_len=None, float scale, bool l2norm, float? lower_bound=None, SymInt philox_rounds=0) ->
+    Tensor
 kda_replay(Tensor(a0!) state, Tensor(a1!) u_ring, Tensor(a2!) k_ring, Tensor(a3!) g_ring, Tensor ring_start,
     Tensor ring_committed, Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias,
     Tensor slots, Tensor? query_lens=None, Tensor(a15!)? state_scale=None, Tensor? seed=None, *, SymInt
@@ -52,6 +63,11 @@ kda_update(Tensor(a0!) state, Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, 
 mamba2_materialize(Tensor(a0!) state, Tensor x_ring, Tensor B_ring, Tensor dt_ring, Tensor A, Tensor
     src_slots, Tensor dst_slots, Tensor ring_start, Tensor count, Tensor layer_group, Tensor active_rows,
     Tensor(a11!)? state_scale=None, Tensor? seed=None, *, SymInt philox_rounds=0) -> ()
+mamba2_prefill(Tensor(a0!) state, Tensor(a1!) ring_start, Tensor(a2!) ring_committed, Tensor x, Tensor dt,
+    Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, Tensor slots, Tensor?
+    query_lens=None, Tensor? has_state=None, Tensor? query_start_loc=None, Tensor(a15!)? state_scale=None,
+    Tensor? seed=None, *, SymInt? max_query_len=None, bool dt_softplus=True, float dt_min=0.0, float?
+    dt_max=None, SymInt philox_rounds=0) -> Tensor
 mamba2_replay(Tensor(a0!) state, Tensor(a1!) x_ring, Tensor(a2!) B_ring, Tensor(a3!) dt_ring, Tensor
     ring_start, Tensor ring_committed, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor?
     z, Tensor? dt_bias, Tensor slots, Tensor? query_lens=None, Tensor(a16!)? state_scale=None, Tensor?

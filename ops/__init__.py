@@ -10,6 +10,7 @@ from .engram.op import engram_lookback, engram_lookup, ngram_hash
 from .gdn.op import gdn_materialize, gdn_replay, gdn_update
 from .kda.op import kda_materialize, kda_replay, kda_update
 from .mamba2.op import mamba2_materialize, mamba2_replay, mamba2_update
+from .prefill.op import conv_prefill, gdn_prefill, kda_prefill, mamba2_prefill
 from .registry import OPS
 from .ring.op import compact_active, gather_block_tables, ring_commit, ring_reset
 from .ring.transfer import ring_export, ring_import
@@ -20,6 +21,7 @@ __all__ = [
     "OPS",
     "compact_active",
     "compute_slot_mappings",
+    "conv_prefill",
     "conv_replay",
     "copy_slots",
     "delta_prefill",
@@ -28,12 +30,15 @@ __all__ = [
     "gather_block_tables",
     "gather_replay_rows",
     "gdn_materialize",
+    "gdn_prefill",
     "gdn_replay",
     "gdn_update",
     "kda_materialize",
+    "kda_prefill",
     "kda_replay",
     "kda_update",
     "mamba2_materialize",
+    "mamba2_prefill",
     "mamba2_replay",
     "mamba2_update",
     "ngram_hash",

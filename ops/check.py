@@ -76,6 +76,12 @@ def require_range(op: str, argument: str, values: Tensor, low: int, high: int) -
         fail(op, argument, f"{bad} in {values.flatten()[:16].tolist()}", f"values in [{low}, {high}]")
 
 
+def require_none(op: str, argument: str, values: Tensor, wrong: Tensor, expected: str) -> None:
+    """No element of `values` is flagged in `wrong`. NaN, which no comparison flags, passes. For CPU tensors only."""
+    if wrong.any():
+        fail(op, argument, f"{values[wrong].flatten()[0].item():.4g} in places", expected)
+
+
 def require_distinct_slots(op: str, argument: str, slots: Tensor) -> None:
     """No slot other than the null slot 0 appears twice: two rows would write one slot. For CPU tensors only."""
     used = slots[slots > 0]

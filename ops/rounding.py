@@ -55,18 +55,26 @@ def store_state(
     With `scale`, each row over N is stored relative to its largest magnitude and scale[slots] is rewritten.
     rounds > 0 rounds stochastically: element e (flat within its slot) of slot s draws from counter (e, s).
     """
+    rounded, row_scale = round_state(state.dtype, slots, values, scale is not None, seed, rounds)
     if scale is not None:
-        amax = values.abs().amax(-1)
-        row_scale = torch.where(amax > 0, amax / LARGEST[state.dtype], 1.0)
-        values = values / row_scale.unsqueeze(-1)
         scale[slots] = row_scale
-    if rounds and state.dtype != torch.float32:
-        element = torch.arange(values[0].numel(), device=values.device).view(values.shape[1:])
-        draws = uniform(seed.reshape(()), element, slots.long().view(-1, *[1] * (values.dim() - 1)), rounds)
-        rounded = round_stochastic(values, state.dtype, draws)
-    else:
-        rounded = round_nearest(values, state.dtype)
     state.view(bits(state.dtype))[slots] = rounded.view(bits(state.dtype))
+
+
+def round_state(
+    dtype: torch.dtype, slots: Tensor, values: Tensor, scaled: bool, seed: Optional[Tensor], rounds: int
+) -> tuple[Tensor, Optional[Tensor]]:
+    """What `store_state` writes: the rounded values [n, H, P, N] in `dtype` and, if `scaled`, row scales [n, H, P]."""
+    row_scale = None
+    if scaled:
+        amax = values.abs().amax(-1)
+        row_scale = torch.where(amax > 0, amax / LARGEST[dtype], 1.0)
+        values = values / row_scale.unsqueeze(-1)
+    if rounds and dtype != torch.float32:
+        element = torch.arange(values.shape[1:].numel(), device=values.device).view(values.shape[1:])
+        draws = uniform(seed.reshape(()), element, slots.long().view(-1, *[1] * (values.dim() - 1)), rounds)
+        return round_stochastic(values, dtype, draws), row_scale
+    return round_nearest(values, dtype), row_scale
 
 
 def bits(dtype: torch.dtype) -> torch.dtype:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .rounding import LARGEST
 
-FAMILIES = ("mamba2", "gdn", "kda", "conv", "ring", "tokens", "attention", "engram", "scan")
+FAMILIES = ("mamba2", "gdn", "kda", "conv", "ring", "tokens", "attention", "engram", "scan", "prefill")
 
 
 class Rng:

@@ -13,6 +13,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from .. import check
 from ..check import FLOAT, Shapes, require
 from ..registry import register
 from . import naive
@@ -24,7 +25,12 @@ def _final_state(values: Tensor, state_shape: tuple) -> Tensor:
     return values.new_empty(state_shape, dtype=naive.work_dtype(values))
 
 
-@register(cpu=naive.ssd_prefill)
+def _ssd_values(x, dt, A, B, C, initial_state=None) -> None:
+    check.require_none("ssd_prefill", "A", A, A >= 0, "negative rates (-exp(A_log), not A_log)")
+    check.require_none("ssd_prefill", "dt", dt, dt < 0, "processed steps, 0 or more (mamba2_prefill takes raw dt)")
+
+
+@register(cpu=naive.ssd_prefill, check_values=_ssd_values)
 def ssd_prefill(
     x: Tensor,
     dt: Tensor,
@@ -44,7 +50,8 @@ def ssd_prefill(
         y: [B, T, H, P] in x's dtype, without skip and gate. final_state: [B, H, P, N] float32, or float64 if x is.
 
     Raises:
-        ValueError: shapes and dtypes, T = 0.
+        ValueError: shapes and dtypes, T = 0; on a CPU also raw values in place of processed ones: A not below 0, dt
+            below 0.
     """
     shapes = Shapes("ssd_prefill")
     shapes("x", x, "B T H P", WIDE)
@@ -58,7 +65,15 @@ def ssd_prefill(
     return x.new_empty(x.shape), _final_state(x, (shapes.B, shapes.H, shapes.P, shapes.N))
 
 
-@register(cpu=naive.delta_prefill)
+def _delta_values(q, k, v, g, beta, initial_state=None) -> None:
+    op, raw = "delta_prefill", "(gdn_prefill takes raw a and b, and normalises)"
+    check.require_none(op, "g", g, g > 0, f"log decays, at most 0 {raw}")
+    check.require_none(op, "beta", beta, (beta < 0) | (beta > 2), f"steps in [0, 2] {raw}")
+    norm = k.float().norm(dim=-1)
+    check.require_none(op, "k's norm", norm, norm > 1.02, f"at most 1, up to rounding to 16 bits {raw}")
+
+
+@register(cpu=naive.delta_prefill, check_values=_delta_values)
 def delta_prefill(
     q: Tensor,
     k: Tensor,
@@ -78,7 +93,8 @@ def delta_prefill(
         o: [B, T, HV, V] in v's dtype. final_state: [B, HV, V, K] float32, or float64 if v is.
 
     Raises:
-        ValueError: shapes and dtypes, T = 0.
+        ValueError: shapes and dtypes, T = 0; on a CPU also raw values in place of processed ones: g above 0,
+            beta outside [0, 2], keys longer than 1.
     """
     shapes = Shapes("delta_prefill")
     shapes("q", q, "B T H K", WIDE)
