@@ -4,7 +4,8 @@
     with set_backend("flashinfer", ["mamba2_replay"]):      # one op, within the block
         ...
 
-CPU tensors always run the reference, whatever is chosen. "auto", the default, runs what `measure` found fastest for the
+CPU tensors run the C++ kernels of `native` where it has one that takes the call, and the reference elsewhere, or
+everywhere under "naive". "auto", the default, runs what `measure` found fastest for the
 sizes at hand, and without a measurement Triton, or where Triton is not installed FlashInfer or the reference. A call
 that FlashInfer cannot serve goes to Triton without an error; `describe` counts such calls and says why. A CUDA graph
 replays the kernels that it recorded: choose, and measure, before compiled steps are warmed up.
@@ -123,11 +124,16 @@ def own_kernel(name: str) -> Callable:
     return op.kernel("cuda" if _default(op) == "triton" else "cpu")
 
 
+def chosen(name: str) -> str:
+    """What `set_backend` chose for op `name`."""
+    return _choices.get(name) or _choices[None]
+
+
 def select(op, args: tuple, kwargs: dict) -> Callable:
     """The kernel for one CUDA call. Runs at every eager call, so the usual way through is two dict lookups."""
     if "cuda" in op.overridden:
         return op.kernels["cuda"]
-    choice = _choices.get(op.name) or _choices[None]
+    choice = chosen(op.name)
     if choice == "auto" or (choice == "flashinfer" and op.flashinfer is None):
         choice = _default(op)
         if op.name in _measured:
@@ -215,7 +221,7 @@ def undecided(device: torch.device) -> list[str]:
     if device.type not in MEASURED_DEVICES or not installed("flashinfer"):
         return []
     return [op.name for op in registry.OPS.values() if op.flashinfer and _default(op) == "triton"
-            and (_choices.get(op.name) or _choices[None]) == "auto"]
+            and chosen(op.name) == "auto"]
 
 
 def measure_alike(name: str, args: tuple, kwargs: dict) -> Optional[str]:
@@ -281,7 +287,7 @@ def describe(name: str) -> dict:
     measured: sizes won by each back end; refused: calls that FlashInfer could not serve, by reason.
     """
     op = registry.OPS[name]
-    choice = _choices.get(name) or _choices[None]
+    choice = chosen(name)
     backend, why = (_default(op), "auto") if choice == "auto" else (choice, "chosen")
     if backend == "flashinfer" and op.flashinfer is None:
         backend, why = _default(op), "chosen flashinfer has no kernel"

@@ -10,6 +10,7 @@ FLOAT = (torch.float32, torch.bfloat16, torch.float16)
 I32 = (torch.int32,)
 F32 = (torch.float32,)
 EIGHT_BIT = (torch.float8_e4m3fn, torch.int8)
+FEW = 4096  # values that Python looks through sooner than torch starts
 
 
 def fail(op: str, argument: str, got, expected) -> NoReturn:
@@ -70,7 +71,11 @@ def require_range(op: str, argument: str, values: Tensor, low: int, high: int) -
     """Every element of `values` lies in [low, high]. Reads values: for CPU tensors only."""
     if values.numel() == 0:
         return
-    smallest, largest = (int(v) for v in torch.aminmax(values))
+    if values.numel() <= FEW:
+        few = values.reshape(-1).tolist()
+        smallest, largest = min(few), max(few)
+    else:
+        smallest, largest = (int(v) for v in torch.aminmax(values))
     if smallest < low or largest > high:
         bad = smallest if smallest < low else largest
         fail(op, argument, f"{bad} in {values.flatten()[:16].tolist()}", f"values in [{low}, {high}]")
@@ -84,8 +89,8 @@ def require_none(op: str, argument: str, values: Tensor, wrong: Tensor, expected
 
 def require_distinct_slots(op: str, argument: str, slots: Tensor) -> None:
     """No slot other than the null slot 0 appears twice: two rows would write one slot. For CPU tensors only."""
-    used = slots[slots > 0]
-    if used.unique().numel() != used.numel():
+    used = [slot for slot in slots.reshape(-1).tolist() if slot > 0]
+    if len(set(used)) < len(used):
         fail(op, argument, slots.tolist(), "every non-null slot at most once")
 
 

@@ -21,6 +21,7 @@ from typing import Callable, Iterator, Optional, Union
 import torch
 
 from . import backends
+from .native import kernels as native
 
 NAMESPACE = "torch_replay"
 
@@ -122,14 +123,22 @@ def _implementation(op: Op, device: str) -> Callable:
         out = op.body(*args, **kwargs)
         if device == "cpu" and op.check_values is not None:
             op.check_values(*args, **kwargs)
+        results = {} if out is None else {"out": out}
+        if device == "cpu" and _served_natively(op, args, kwargs, results):
+            return out
         kernel = backends.select(op, args, kwargs) if device == "cuda" else op.kernel(device)
-        if out is None:
-            kernel(*args, **kwargs)
-        else:
-            kernel(*args, **kwargs, out=out)
+        kernel(*args, **kwargs, **results)
         return out
 
     return run
+
+
+def _served_natively(op: Op, args: tuple, kwargs: dict, results: dict) -> bool:
+    """Runs the op's C++ kernel, if it has one that takes the call and nobody chose another."""
+    kernel = getattr(native, op.name, None)
+    if kernel is None or "cpu" in op.overridden or backends.chosen(op.name) == "naive":
+        return False
+    return kernel(*args, **kwargs, **results)
 
 
 def _wrapper(op: Op) -> Callable:

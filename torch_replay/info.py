@@ -6,6 +6,8 @@ import platform
 import torch
 
 from .ops import OPS, backends
+from .ops.native import build
+from .ops.native import kernels as native
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "numpy", "safetensors", "tokenizers", "transformers")
 
@@ -22,6 +24,7 @@ def describe() -> dict:
         "devices": ["cpu", *(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))],
         "threads": torch.get_num_threads(),
         "ops": {name: _kernels(op) for name, op in OPS.items()},
+        "cpu_kernels": _native(),
         "backends": {name: backends.describe(name) for name in OPS},
     }
 
@@ -34,6 +37,7 @@ def render(facts: dict) -> str:
     width = max(len(name) for name in facts["ops"])
     for name, kernels in facts["ops"].items():
         lines.append(f"  {name:<{width}}  " + ", ".join(f"{device}: {kernel}" for device, kernel in kernels.items()))
+    lines.append(f"C++ kernels for CPU tensors: {facts['cpu_kernels']}")
     lines.append("what CUDA tensors run")
     for name, choice in facts["backends"].items():
         lines.append(f"  {name:<{width}}  {choice['backend']} ({choice['why']})")
@@ -50,7 +54,13 @@ def _version(name: str) -> str | None:
 
 def _kernels(op) -> dict[str, str]:
     found = {device: _kernel(kernel) for device, kernel in op.kernels.items()}
+    if hasattr(native, op.name):
+        found["cpu"] = f"{native.__name__}, {found['cpu']}"
     return found | ({"flashinfer": op.flashinfer} if op.flashinfer else {})
+
+
+def _native() -> str:
+    return "compiled" if build.library() is not None else f"none ({build.problem}), reference kernels serve"
 
 
 def _kernel(kernel) -> str:
