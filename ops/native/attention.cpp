@@ -63,6 +63,7 @@ KERNEL(swa_attention) {
             if (indices.integer(token, k) >= 0) slots.push_back(indices.integer(token, k));
         attend(out, q, cache, token, slots, float(floats[0]), scores);
     }
+    return 0;
 }
 
 // q, cache, block_table, seq_lens, query_start_loc, query_lens, out; -; scale
@@ -90,4 +91,5 @@ KERNEL(paged_attention) {
         }
         attend(out, q, cache, token, slots, float(floats[0]), scores);
     }
+    return 0;
 }

@@ -101,7 +101,8 @@ def _compile(found: str, sources: list[Path], path: Path) -> None:
 
 def call(name: str, tensors: tuple[Optional[Tensor], ...], integers: tuple[int, ...] = (),
          floats: tuple[float, ...] = ()) -> bool:
-    """Runs the kernel `name`. False, and nothing done, if there is no library or a tensor's dtype is none of DTYPES."""
+    """Runs the kernel `name`. False, and nothing done, if there is no library, a tensor's dtype is none of DTYPES, or
+    the kernel refuses the values of its arguments."""
     kernels = library()
     if kernels is None:
         return False
@@ -115,6 +116,6 @@ def call(name: str, tensors: tuple[Optional[Tensor], ...], integers: tuple[int, 
             return False
         packed.extend((tensor.data_ptr(), code, *tensor.shape, *gap, *tensor.stride(), *gap))
     whole, real = array("q", integers or (0,)), array("d", floats or (0.0,))
-    getattr(kernels, name)(*(ctypes.c_void_p(part.buffer_info()[0]) for part in (packed, whole, real)),
-                           ctypes.c_int(torch.get_num_threads()))
-    return True
+    refused = getattr(kernels, name)(*(ctypes.c_void_p(part.buffer_info()[0]) for part in (packed, whole, real)),
+                                     ctypes.c_int(torch.get_num_threads()))
+    return not refused

@@ -35,6 +35,7 @@ KERNEL(conv_replay) {
             for (int64_t t = q; t < T; ++t) store(y.at(b, t, d), y.dtype, 0.0f);
         }
     }
+    return 0;
 }
 
 // cache, k, v, slot_mapping
@@ -54,4 +55,5 @@ KERNEL(write_kv) {
                 store_row(cache.at(slot / block_size, slot % block_size, part, h), cache.stride[4], row.data(), dim, cache.dtype);
             }
     }
+    return 0;
 }

@@ -184,6 +184,7 @@ KERNEL(delta_replay) {
         if (q > 0) replay_head(state, ring, in, b, hv, q);
         else in.zero_tail(b, hv, 0);
     }
+    return 0;
 }
 
 // state, inputs, out, token_slots; gate, l2norm; scale, lower_bound
@@ -196,4 +197,5 @@ KERNEL(delta_update) {
         const int64_t b = work / in.HV, hv = work % in.HV;
         update_head(state, token_slots, in, b, hv, row_length(in.slots, in.lens, b, in.v.size[1]));
     }
+    return 0;
 }

@@ -5,6 +5,7 @@ import math
 
 from .build import call
 
+CHECKED = ("ring_commit",)  # kernels that check their arguments' values themselves, and refuse what is not right
 FEW_TOKENS = 64  # beyond, the reference's matrix products over whole prompts are faster
 GATES = {"head": 0, "channel": 1, "channel_bounded": 2}
 

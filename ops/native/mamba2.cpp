@@ -141,6 +141,7 @@ KERNEL(mamba2_replay) {
         GroupReplay replay(state, ring, in, b, group, q);
         for (int64_t h = group * each; h < (group + 1) * each; ++h) replay.head(b, h);
     }
+    return 0;
 }
 
 // state, inputs, out, token_slots; dt_softplus; dt_min, dt_max
@@ -184,4 +185,5 @@ KERNEL(mamba2_update) {
         }
         in.zero_tail(b, h, q);
     }
+    return 0;
 }

@@ -45,44 +45,66 @@ KERNEL(ring_commit) {
     const int64_t block_size = integers[0], window = integers[1], ring_len = integers[2];
     const bool post_step = integers[3], materialize = integers[4];
     const int64_t groups = table.size[0], rows = table.size[1], columns = table.size[2];
-    struct Cursor { int64_t group, slot, start, committed; };
-    std::vector<Cursor> moved, cleared;  // every read comes before every write
+    const int64_t slots = start.size[1];
+    struct Cursor { int64_t row, group, slot, start, committed; };
+    struct Plan { int64_t group, row, src, dst, start, count; };
+    std::vector<Cursor> moved, cleared;  // every read and every check comes before every write
+    std::vector<Plan> plans;
+    std::vector<int64_t> owner(groups * slots, -1), publisher(groups * slots, -1);  // rows, by group and slot
     for (int64_t row = 0; row < rows; ++row) {
-        for (int64_t group = 0; group < groups; ++group) {
-            src.set(0, group, row), dst.set(0, group, row), plan_start.set(0, group, row), plan_count.set(-1, group, row);
-        }
         const int64_t req = mapping ? mapping.integer(row) : row;
         const int64_t q = lens ? lens.integer(row) : begin.integer(row + 1) - begin.integer(row);
+        if (req >= computed.size[0] || (req >= 0 && q < 0)) return 1;
         if (req < 0 || q <= 0) continue;
         const bool prefilling = prefill.integer(row);
         const int64_t accepted = std::clamp<int64_t>(kept.integer(req), 0, q);
         const int64_t after = computed.integer(req) + (post_step ? 0 : prefilling ? q : accepted);
+        if (after < (prefilling ? q : accepted) || (!prefilling && window > 0 && q > window)) return 1;
         const int64_t edge = after / block_size * block_size, running = prefilling ? after : after - accepted + 1;
         const int64_t live_col = live_cols ? live_cols.integer(req) : 0, dst_col = edge / block_size - 1;
         for (int64_t group = 0; group < groups; ++group) {
+            for (int64_t c = 0; c < columns; ++c)
+                if (table.integer(group, row, c) < 0 || table.integer(group, row, c) >= slots) return 1;
             const int64_t live = lookup(table, group, row, live_col), target = lookup(table, group, row, dst_col);
             const int64_t old_start = start.integer(group, live), old = committed.integer(group, live);
             const bool flushed = old + q > window;
             const int64_t new_start = flushed ? (old_start + old) % ring_len : old_start;
-            if (!prefilling && live > 0) moved.push_back({group, live, new_start, (flushed ? 0 : old) + accepted});
+            if (live > 0 && owner[group * slots + live] >= 0) return 1;
+            if (live > 0) owner[group * slots + live] = row;
+            if (!prefilling && live > 0) {
+                if (old_start < 0 || old_start >= ring_len || old < 0 || old > (window ? window : ring_len) ||
+                    old + q > ring_len) return 1;
+                moved.push_back({row, group, live, new_start, (flushed ? 0 : old) + accepted});
+            }
             if (prefilling) {
-                if (live > 0) cleared.push_back({group, live, 0, 0});
-                const int64_t first = std::max<int64_t>((after - q) / block_size, 0);
-                for (int64_t c = first; materialize && c <= (after - 1) / block_size && c < columns; ++c)
-                    if (lookup(table, group, row, c) > 0) cleared.push_back({group, lookup(table, group, row, c), 0, 0});
+                if (live > 0) cleared.push_back({row, group, live, 0, 0});
+                for (int64_t c = (after - q) / block_size; materialize && c <= (after - 1) / block_size && c < columns; ++c)
+                    if (const int64_t slot = lookup(table, group, row, c)) cleared.push_back({row, group, slot, 0, 0});
             }
             // in place is right only at the edge itself: past it, the rows beyond the edge would be lost
             const bool in_place = prefilling ? live_col == dst_col : live == target && edge < after;
             if (!materialize || edge <= 0 || edge < running || live <= 0 || target <= 0 || in_place) continue;
-            cleared.push_back({group, target, 0, 0});
-            src.set(live, group, row), dst.set(target, group, row);
-            plan_start.set(prefilling ? 0 : new_start, group, row);
-            plan_count.set(prefilling ? 0 : edge - running + 1 + (flushed ? 0 : old), group, row);
+            if (publisher[group * slots + target] >= 0) return 1;
+            publisher[group * slots + target] = row;
+            cleared.push_back({row, group, target, 0, 0});
+            plans.push_back({group, row, live, target, prefilling ? 0 : new_start,
+                             prefilling ? 0 : edge - running + 1 + (flushed ? 0 : old)});
         }
+    }
+    // nobody may write a slot that another row lives in
+    for (const Cursor& c : cleared)
+        if (const int64_t row = owner[c.group * slots + c.slot]; row >= 0 && row != c.row) return 1;
+    for (int64_t group = 0; group < groups; ++group)
+        for (int64_t row = 0; row < rows; ++row)
+            src.set(0, group, row), dst.set(0, group, row), plan_start.set(0, group, row), plan_count.set(-1, group, row);
+    for (const Plan& p : plans) {
+        src.set(p.src, p.group, p.row), dst.set(p.dst, p.group, p.row);
+        plan_start.set(p.start, p.group, p.row), plan_count.set(p.count, p.group, p.row);
     }
     // published slots end at 0, 0 even where the live update wrote the same slot
     for (const auto* list : {&moved, &cleared})
         for (const Cursor& c : *list) start.set(c.start, c.group, c.slot), committed.set(c.committed, c.group, c.slot);
+    return 0;
 }
 
 // positions, seq_lens, idx_mapping, query_start_loc, num_computed, query_lens
@@ -99,6 +121,7 @@ KERNEL(prepare_positions) {
     real_tokens(begin, lens, positions.size[0], [&](int64_t row, int64_t token, int64_t i) {
         if (mapping.integer(row) >= 0) put(positions, computed.integer(mapping.integer(row)) + i, token);
     });
+    return 0;
 }
 
 // slot_mappings, block_tables, query_start_loc, positions, block_sizes, query_lens
@@ -116,6 +139,7 @@ KERNEL(compute_slot_mappings) {
             put(slots, slot_at(table, row, positions.integer(token), sizes.integer(group)), group, token);
         });
     }
+    return 0;
 }
 
 // indices, lens, seq_lens, query_start_loc, block_table, slot_mapping, replay_start, query_lens; window, block_size
@@ -137,4 +161,5 @@ KERNEL(swa_indices) {
         put(counts, count, token);
         for (int64_t k = 0; k < count; ++k) put(indices, slot_at(table, row, first + k, block_size), token, k);
     });
+    return 0;
 }

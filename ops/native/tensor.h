@@ -86,8 +86,9 @@ struct Arguments {
     }
 };
 
+// A kernel returns 0, or 1 if it refuses its arguments, and then has written nothing.
 #define KERNEL(name) \
-    extern "C" void name(const int64_t* tensors, const int64_t* integers, const double* floats, int threads)
+    extern "C" int name(const int64_t* tensors, const int64_t* integers, const double* floats, int threads)
 
 // n values `stride` bytes apart as floats.
 static __attribute__((noinline)) void load_row(float* to, const char* from, int64_t stride, int64_t n, int64_t dtype) {
