@@ -193,7 +193,8 @@ def test_info(fake):
         run("mamba2_replay", build("mamba2_replay", replay, **GEOMETRY | dict(dim=32)))
         facts = describe()
     entry = facts["ops"]["mamba2_replay"]
-    assert entry["cpu"] == "reference (torch)" and entry["flashinfer"] == "torch_replay.ops.mamba2.flashinfer"
+    assert entry["cpu"] == "C++, reference (torch)" and entry["flashinfer"] == "torch_replay.ops.mamba2.flashinfer"
     assert facts["backends"]["mamba2_replay"]["backend"] == "flashinfer"
     text = render(facts)
+    assert facts["ops"]["copy_slots"]["cpu"] == "reference (torch)" and "C++ kernels for CPU tensors: " in text
     assert "flashinfer (chosen)" in text and "1 x heads of 32 x 128" in text

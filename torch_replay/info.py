@@ -55,7 +55,7 @@ def _version(name: str) -> str | None:
 def _kernels(op) -> dict[str, str]:
     found = {device: _kernel(kernel) for device, kernel in op.kernels.items()}
     if hasattr(native, op.name):
-        found["cpu"] = f"{native.__name__}, {found['cpu']}"
+        found["cpu"] = f"C++, {found['cpu']}"
     return found | ({"flashinfer": op.flashinfer} if op.flashinfer else {})
 
 
