@@ -12,6 +12,8 @@ F32 = (torch.float32,)
 EIGHT_BIT = (torch.float8_e4m3fn, torch.int8)
 FEW = 4096  # values that Python looks through sooner than torch starts
 
+OPTIONAL: dict[str, set[str]] = {}  # by op: the tensor arguments that may be None. Schemas let None pass for any tensor
+
 
 def fail(op: str, argument: str, got, expected) -> NoReturn:
     raise ValueError(f"{op}: {argument} is {got}, expected {expected}")
@@ -25,8 +27,8 @@ def require(condition: bool, op: str, argument: str, got, expected) -> None:
 class Shapes:
     """Binds letters to sizes while shapes are checked against each other.
 
-    `shapes("x", x, "B T H P")` records or compares B, T, H and P; a digit stands for itself. None passes (an optional
-    argument left out). All tensors must share the first one's device. Sizes are then attributes: `shapes.B`.
+    `shapes("x", x, "B T H P")` records or compares B, T, H and P; a digit stands for itself. None passes for an
+    optional argument. All tensors must share the first one's device. Sizes are then attributes: `shapes.B`.
     """
 
     def __init__(self, op: str):
@@ -35,8 +37,9 @@ class Shapes:
         self.device: Optional[torch.device] = None
 
     def __call__(self, argument: str, tensor: Optional[Tensor], letters: str, dtypes: Iterable[torch.dtype]) -> None:
-        if tensor is None:
+        if tensor is None and argument in OPTIONAL[self.op]:
             return
+        self.require_tensor(argument, tensor)
         names = letters.split()
         if tensor.dim() != len(names):
             fail(self.op, argument, f"of shape {tuple(tensor.shape)}", f"[{', '.join(names)}]")
@@ -49,8 +52,13 @@ class Shapes:
             fail(self.op, argument, f"of dtype {tensor.dtype}", " or ".join(str(d) for d in dtypes))
         self.same_device(argument, tensor)
 
+    def require_tensor(self, argument: str, tensor: Optional[Tensor]) -> None:
+        if tensor is None:
+            fail(self.op, argument, "None", "a tensor")
+
     def same_device(self, argument: str, tensor: Tensor) -> None:
         """For tensors of free shape; `shapes(..)` checks the others itself."""
+        self.require_tensor(argument, tensor)
         if self.device is None:
             self.device = tensor.device
         if tensor.device != self.device:
@@ -58,6 +66,7 @@ class Shapes:
 
     def count(self, argument: str, tensor: Tensor) -> None:
         """A one-element int32 or int64 tensor, 0-dim or [1]."""
+        self.require_tensor(argument, tensor)
         self(argument, tensor, "" if tensor.dim() == 0 else "1", INDEX)
 
     def __getattr__(self, letter: str) -> int:

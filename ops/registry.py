@@ -23,6 +23,9 @@ import torch
 from . import backends
 from .native import kernels as native
 
+
+from . import backends, check
+
 NAMESPACE = "torch_replay"
 
 # A Library that is garbage-collected takes its ops with it, and defining a name twice raises. importlib.reload keeps
@@ -103,7 +106,11 @@ def register(
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
         _LIBRARY.impl(name, _implementation(op, "cpu"), "CPU")
         _LIBRARY.impl(name, _implementation(op, "cuda"), "CUDA")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", body, lib=_LIBRARY)
+        for device in ("CPU", "CUDA"):
+            _LIBRARY.impl(name, _without_autocast(op), f"Autocast{device}")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", _fake(op), lib=_LIBRARY)
+        hints = typing.get_type_hints(body)
+        check.OPTIONAL[name] = {argument for argument, hint in hints.items() if hint == Optional[torch.Tensor]}
         op.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
         OPS[name] = op
         op.wrapper = _wrapper(op)
@@ -120,6 +127,8 @@ def _implementation(op: Op, device: str) -> Callable:
             if where.index != torch.cuda.current_device():
                 with torch.cuda.device(where):
                     return run(*args, **kwargs)
+        if torch.is_grad_enabled():
+            _refuse_gradients(op, args, kwargs)
         out = op.body(*args, **kwargs)
         results = {} if out is None else {"out": out}
         if device == "cpu":
@@ -143,15 +152,52 @@ def _served_natively(op: Op, args: tuple, kwargs: dict, results: dict) -> bool:
     return kernel(*args, **kwargs, **results)
 
 
+def _fake(op: Op) -> Callable:
+    def run(*args, **kwargs):
+        if torch.is_grad_enabled():
+            _refuse_gradients(op, args, kwargs)
+        return op.body(*args, **kwargs)
+
+    return run
+
+
+def _without_autocast(op: Op) -> Callable:
+    """Kernel of the autocast keys, which nothing but a call under autocast reaches: the call again, without.
+
+    The keys alone pass a call on as it is, but the matrix products of a reference kernel would still be cast.
+    """
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    keys |= torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+
+    def run(*args, **kwargs):
+        with torch._C._ExcludeDispatchKeyGuard(keys):  # as torch.library.register_autocast does
+            return op.overload(*args, **kwargs)
+
+    return run
+
+
+def _refuse_gradients(op: Op, args: tuple, kwargs: dict) -> None:
+    """In the kernels, real and fake, and not as a kernel of the autograd keys: in Python it would double the time of
+    a call, also where nothing is recorded."""
+    for name, value in (*zip(op.signature.parameters, args), *kwargs.items()):
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            raise ValueError(f"{op.name}: {name} requires a gradient, expected inference (torch.no_grad())")
+
+
 def _wrapper(op: Op) -> Callable:
     overload = op.overload
     hints = typing.get_type_hints(op.body)
+    numbers = [name for name, kind in hints.items() if {int, float} & {kind, *typing.get_args(kind)}]
 
     @functools.wraps(op.body)
     def call(*args, **kwargs):
         if not torch.compiler.is_compiling():
             _check_types(op, hints, args, kwargs)
-        elif op.inline_on_cpu and _inlines(op, args, kwargs):
+            return overload(*args, **kwargs)
+        for name in numbers:  # the schema takes a flag for 0 or 1, and says what other types it expects
+            if isinstance(kwargs.get(name), bool):
+                raise TypeError(f"{op.name}: {name} is bool, expected a number")
+        if op.inline_on_cpu and _inlines(op, args, kwargs):
             return _inlined(op, args, kwargs)
         return overload(*args, **kwargs)
 
@@ -160,14 +206,17 @@ def _wrapper(op: Op) -> Callable:
 
 
 def _inlines(op: Op, args: tuple, kwargs: dict) -> bool:
-    """Whether this traced call becomes plain torch. An exported graph keeps the op: other devices may run it."""
-    if not _inlining or torch.compiler.is_exporting() or "cpu" in op.overridden:
+    """Whether this traced call becomes plain torch. An exported graph keeps the op: other devices may run it. So does
+    one traced under autocast, which must not reach the op's inside."""
+    if not _inlining or torch.compiler.is_exporting() or "cpu" in op.overridden or torch.is_autocast_enabled("cpu"):
         return False
     return all(value.is_cpu for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
 
 
 def _inlined(op: Op, args: tuple, kwargs: dict):
     """What `_implementation` does on a CPU, for Dynamo to trace: checks of shapes and dtypes, then the reference."""
+    if torch.is_grad_enabled():
+        _refuse_gradients(op, args, kwargs)
     out = op.body(*args, **kwargs)
     if out is None:
         op.kernels["cpu"](*args, **kwargs)
@@ -196,7 +245,8 @@ def _check_types(op: Op, hints: dict, args: tuple, kwargs: dict) -> None:
         bound = op.signature.bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(f"{op.name}: {error}") from None
-    recording = torch.is_grad_enabled()
+    if torch.is_grad_enabled():
+        _refuse_gradients(op, args, kwargs)  # as the kernels do, which see through the wrappers of torch.func
     for name, value in bound.arguments.items():
         allowed = typing.get_args(hints[name]) or (hints[name],)
         if float in allowed:
@@ -205,8 +255,6 @@ def _check_types(op: Op, hints: dict, args: tuple, kwargs: dict) -> None:
         if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
             expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in allowed)
             raise TypeError(f"{op.name}: {name} is {type(value).__name__}, expected {expected}")
-        if recording and isinstance(value, torch.Tensor) and value.requires_grad:
-            raise ValueError(f"{op.name}: {name} requires a gradient, expected inference (torch.no_grad())")
 
 
 @contextlib.contextmanager
