@@ -100,12 +100,12 @@ class HostPrefetch:
         ids, positions = torch.zeros(2, height, width, dtype=torch.int64)
         lens, reqs = torch.zeros(height, dtype=torch.int32), torch.full((height,), -1, dtype=torch.int32)
         for row, (req, tokens) in enumerate(rows):
-            ids[row, : len(tokens)] = torch.tensor(tokens)
+            ids[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
             positions[row, : len(tokens)] = int(computed[req]) + torch.arange(len(tokens))
             lens[row], reqs[row] = len(tokens), req
         layout = SimpleNamespace(query_start_loc=torch.arange(height + 1) * width, query_lens=lens,
                                  positions=positions.flatten())
-        found = self.history.contexts(ids, layout, reqs, torch.tensor(len(rows)))
+        found = self.history.contexts(ids, layout, reqs, torch.tensor(len(rows), dtype=torch.int64))
         if not keep or (height, width) not in self.kept:
             self.current = [tuple(value.to(self.device, copy=True) for value in layer) for layer in found]
             if keep:

@@ -25,10 +25,12 @@ class Rng:
         self.device, self.dtype = device, dtype
 
     def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype = None) -> Tensor:
-        return (torch.randn(shape, generator=self.generator) * scale).to(self.device, dtype or self.dtype)
+        values = torch.randn(shape, generator=self.generator, dtype=torch.float32) * scale
+        return values.to(self.device, dtype or self.dtype)
 
     def uniform(self, low: float, high: float, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return (torch.rand(shape, generator=self.generator) * (high - low) + low).to(self.device, dtype)
+        values = torch.rand(shape, generator=self.generator, dtype=torch.float32) * (high - low) + low
+        return values.to(self.device, dtype)
 
     def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         """Values in [low, high)."""

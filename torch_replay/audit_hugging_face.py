@@ -61,6 +61,7 @@ def folder_target(folder: str | Path, device: str = "cpu") -> tuple[Callable, Ca
             cache.reset()
             model(input_ids=torch.ones(1, 1, dtype=torch.int64, device=device), use_cache=True, **{argument: cache})
         for position in range(1, 1 + TOKENS):
-            call(torch.full((1, 1), position % 7 + 1, device=device), torch.full((1, 1), position, device=device))
+            token, at = torch.tensor([[[position % 7 + 1]], [[position]]], dtype=torch.int64, device=device)
+            call(token, at)
 
     return step, drive

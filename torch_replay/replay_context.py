@@ -305,7 +305,7 @@ class PlainStates:
 def allocate_states(spec: StateLayer, layers: int, slots: int, device) -> tuple[Tensor, Optional[Tensor]]:
     """Zeroed checkpoints [L, S, heads, head_dim, state_dim] and, for 8-bit ones, row scales of 1."""
     shape = (layers, slots, spec.heads, spec.head_dim, spec.state_dim)
-    scale = torch.ones(shape[:4], device=device) if spec.state_dtype in EIGHT_BIT else None
+    scale = torch.ones(shape[:4], dtype=torch.float32, device=device) if spec.state_dtype in EIGHT_BIT else None
     return torch.zeros(shape, dtype=spec.state_dtype, device=device), scale
 
 

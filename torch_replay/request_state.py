@@ -34,7 +34,8 @@ class RequestState:
         # a storage for each, aligned: else CUDA-graph trees would copy them
         self.num_computed, self.top_k, self.last_token = (
             torch.zeros(rows, dtype=torch.int32, device=device) for _ in range(3))
-        self.temperature, self.top_p = torch.zeros(rows, device=device), torch.ones(rows, device=device)
+        self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.top_p = torch.ones(rows, dtype=torch.float32, device=device)
         self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
         columns = -(-max_model_len // memory.config.block_size)
         self.kv_tables = torch.zeros(len(memory.kv), rows, columns, dtype=torch.int32, device=device)

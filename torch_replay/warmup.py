@@ -264,7 +264,8 @@ def warm_up_materializer(contexts: Union[ReplayContext, Iterable[ReplayContext]]
             launches += 1
             scratch = copy.copy(context)
             if scratch.A is None:
-                scratch.A = torch.zeros(context.state.shape[0], context.spec.heads, device=context.state.device)
+                scratch.A = torch.zeros(context.state.shape[0], context.spec.heads, dtype=torch.float32,
+                                        device=context.state.device)
             plan = list(torch.zeros_like(context.plan).unbind())
             scratch.materialize([*plan[:3], plan[3].fill_(-1)], torch.full_like(context.live_cols, -1))
         context.warmed_signature = signature

@@ -130,7 +130,7 @@ def paged_attention(q, cache, block_table, seq_lens, query_start_loc, query_lens
     out.zero_()
     limit = max(1, GATHER_LIMIT // max(1, cache[0, 0].numel()))
     for batch in row_batches(lens.tolist(), seq_lens.tolist(), limit):
-        rows = torch.tensor(batch, device=q.device)
+        rows = torch.tensor(batch, dtype=torch.int64, device=q.device)
         _attend_rows(out, q, cache, block_table[rows], seq_lens[rows], start[rows], lens[rows], scale)
 
 

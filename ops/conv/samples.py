@@ -32,8 +32,8 @@ def slots(rng: Rng, layers=3, groups=2, rows=5, shape=(4, 6), dtype=None, index_
     src, dst = (torch.zeros(groups, rows, dtype=index_dtype) for _ in range(2))
     for group in range(groups):
         order = [slot + 1 for slot in rng.permutation(count - 1)]
-        src[group] = torch.tensor(order[:rows])
-        dst[group] = torch.tensor(order[rows:])
+        src[group] = torch.tensor(order[:rows], dtype=torch.int64)
+        dst[group] = torch.tensor(order[rows:], dtype=torch.int64)
     if rows > 3:
         dst[0, 0] = src[0, 1]
         src[0, 2], dst[groups - 1, 3] = 0, 0

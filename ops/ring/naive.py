@@ -149,6 +149,6 @@ def compact_active(plan_count, num_reqs, *, out) -> None:
     row = torch.arange(rows, device=plan_count.device)
     planned = (plan_count >= 0).any(0) & (row < num_reqs.reshape(()))
     place = torch.where(planned, planned.cumsum(0) - 1, rows)
-    listed = torch.full((rows + 1,), -1, device=plan_count.device).scatter(0, place, row)
+    listed = torch.full((rows + 1,), -1, dtype=torch.int64, device=plan_count.device).scatter(0, place, row)
     active_rows.copy_(listed[:rows])
     num_active.copy_(planned.sum(0, keepdim=True))

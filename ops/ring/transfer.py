@@ -66,9 +66,9 @@ def ring_export(
                 raise ValueError(f"ring_export: cursors of layer {layer} are start {first}, committed {count}, expected"
                                  f" to lie in the {ring.shape[3]} rows of {name}")
     exported = {
-        "format": torch.tensor([FORMAT]),
+        "format": torch.tensor([FORMAT], dtype=torch.int64),
         "family": torch.tensor(list(pool.family.encode()), dtype=torch.uint8),
-        "committed": torch.tensor(committed),
+        "committed": torch.tensor(committed, dtype=torch.int64),
         "state": _take(pool.state, slots),
     }
     if pool.state_scale is not None:
@@ -85,7 +85,7 @@ def ring_export(
         columns = _conv_columns("ring_export", pool.conv_ring, position, conv_history)
         inputs = [_integers(pool.conv_ring[layer, at])[:, columns] for layer, at in enumerate(slots)]
         exported["conv"] = torch.stack(inputs).view(pool.conv_ring.dtype)
-        exported["position"] = torch.tensor([position])
+        exported["position"] = torch.tensor([position], dtype=torch.int64)
     return exported
 
 

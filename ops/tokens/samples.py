@@ -108,7 +108,8 @@ def padding(rng: Rng, rows=4, tokens=6, window=4, groups=3, cacheable=(0, 2), no
 def gathering(rng: Rng, rows=4, tokens=6, window=3, groups=2, spare=2, keeps=(1,), index_dtype=torch.int32, **shape):
     """Rows that lose tokens, rows that are short enough, and those in `keeps`, which keep all."""
     start, lens, q, count = layout(rng, rows, tokens, dtype=index_dtype, **shape)
-    kept = torch.tensor([int(n) if row in keeps else min(int(n), window) for row, n in enumerate(q)])
+    kept = [int(n) if row in keeps else min(int(n), window) for row, n in enumerate(q)]
+    kept = torch.tensor(kept, dtype=torch.int64)
     kept_start = torch.cat([kept.new_zeros(1), kept.cumsum(0)])
     dropped = (start.cpu() - kept_start).to(start.device, index_dtype)
     n = int(kept_start[-1]) + spare

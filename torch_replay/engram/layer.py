@@ -93,7 +93,7 @@ class EngramStore(nn.Module):
         rows, tokens = input_ids.shape
         start = torch.arange(rows + 1, device=input_ids.device) * tokens
         positions = torch.arange(tokens, device=input_ids.device).repeat(rows)
-        lookback = torch.full((rows, self.depth), -1, device=input_ids.device)
+        lookback = torch.full((rows, self.depth), -1, dtype=torch.int64, device=input_ids.device)
         row_ids = self.rows(input_ids.flatten(), positions, start, lookback)
         entries = F.embedding(row_ids, self.weight) if self.table is None else self.entries(row_ids)
         masked = self.masked(input_ids)

@@ -77,13 +77,13 @@ def generate_slow(model, prompts: list[list[int]], tokens: int, temperature: flo
     """
     device = model.embedding.weight.device
     generator = torch.Generator(device).manual_seed(seed)
-    ends = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    ends = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64, device=device)
     total = int(ends.max()) + tokens
     if total > model.config.max_position or int(ends.min()) < 1:
         raise ValueError(f"prompts: got lengths {ends.tolist()}, expected 1..{model.config.max_position - tokens}")
     rows = torch.zeros(len(prompts), total, dtype=torch.long, device=device)
     for row, prompt in zip(rows, prompts):
-        row[: len(prompt)] = torch.tensor(prompt, device=device)
+        row[: len(prompt)] = torch.tensor(prompt, dtype=torch.int64, device=device)
     pick = torch.arange(len(prompts), device=device)
     for _ in range(tokens):
         logits = model(rows[:, : int(ends.max())])[pick, ends - 1].float()

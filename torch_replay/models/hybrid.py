@@ -42,7 +42,7 @@ class Sublayer(nn.Module):
         if self.training and self.dropout:
             y = F.dropout(y, self.dropout)
         if self.training and self.skip:
-            y = y * (torch.rand(y.shape[0], 1, 1, device=y.device) >= self.skip)
+            y = y * (torch.rand(y.shape[0], 1, 1, dtype=torch.float32, device=y.device) >= self.skip)
         return x + y
 
 

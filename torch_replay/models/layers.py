@@ -58,7 +58,7 @@ class Mamba2Mixer(nn.Module):
         self.conv_weight = nn.Parameter(_conv_init(self.conv_dim, config.conv_width, **kwargs))
         self.conv_bias = nn.Parameter(torch.zeros(self.conv_dim, **kwargs))
         self.A_log, self.dt_bias = _decay_parameters(self.heads, device)
-        self.D = nn.Parameter(torch.ones(self.heads, device=device))
+        self.D = nn.Parameter(torch.ones(self.heads, dtype=torch.float32, device=device))
         self.norm = RMSNorm(self.inner, config.norm_eps, **kwargs)
         self.out_proj = nn.Linear(self.inner, config.hidden_size, bias=False, **kwargs)
 
@@ -277,6 +277,6 @@ def _decay_parameters(heads, device):
 
     The ranges of Mamba-2: A uniform in 1..16, dt log-uniform in 1e-3..1e-1, its bias the inverse of softplus.
     """
-    a_log = torch.empty(heads, device=device).uniform_(1, 16).log()
-    dt = torch.empty(heads, device=device).uniform_(math.log(1e-3), math.log(1e-1)).exp()
+    a_log = torch.empty(heads, dtype=torch.float32, device=device).uniform_(1, 16).log()
+    dt = torch.empty(heads, dtype=torch.float32, device=device).uniform_(math.log(1e-3), math.log(1e-1)).exp()
     return nn.Parameter(a_log), nn.Parameter(dt + torch.log(-torch.expm1(-dt)))
