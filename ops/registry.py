@@ -25,6 +25,7 @@ from .native import kernels as native
 
 
 from . import backends, check
+from .overlap import keep_apart
 
 NAMESPACE = "torch_replay"
 
@@ -55,6 +56,10 @@ class Op:
     flashinfer: Optional[str] = None
     inline_on_cpu: bool = False
     overridden: set[str] = field(default_factory=set)
+    written: tuple[int, ...] = ()  # places of `mutates` among the arguments
+
+    def __post_init__(self):
+        self.written = tuple(place for place, name in enumerate(self.signature.parameters) if name in self.mutates)
 
     def kernel(self, device: str) -> Callable:
         found = self.kernels[device]
@@ -130,6 +135,7 @@ def _implementation(op: Op, device: str) -> Callable:
         if torch.is_grad_enabled():
             _refuse_gradients(op, args, kwargs)
         out = op.body(*args, **kwargs)
+        args = keep_apart(op, args)
         results = {} if out is None else {"out": out}
         if device == "cpu":
             checked = op.name in native.CHECKED and _served_natively(op, args, kwargs, results)
