@@ -20,11 +20,8 @@ from typing import Callable, Iterator, Optional, Union
 
 import torch
 
-from . import backends
-from .native import kernels as native
-
-
 from . import backends, check
+from .native import kernels as native
 from .overlap import keep_apart
 
 NAMESPACE = "torch_replay"

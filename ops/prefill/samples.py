@@ -76,7 +76,7 @@ def kda(rng: Rng, **options):
 def conv(rng: Rng, rows=3, tokens=13, dim=12, width=4, ring_len=6, padded=0, ragged=False, packed=False, strided=False,
          bias=True, silu=True, ring_dtype=None, far=50):
     """Rows at positions 0, 1 and anywhere; columns that no row may read hold NaN."""
-    ring = torch.full((rows + 2, dim, ring_len), float("nan"))
+    ring = torch.full((rows + 2, dim, ring_len), float("nan"), dtype=torch.float32)
     slots, lens, starts, kwargs = _rows(rng, rows, tokens, padded, ragged, packed, torch.int64 if strided else
                                         torch.int32)
     positions = rng.integers(0, far, rows)
