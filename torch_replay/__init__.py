@@ -16,8 +16,8 @@ from .ops.backends import set_backend  # noqa: E402
 __version__ = "0.1.0"
 _LAZY = {
     "Engine": "engine", "EngineConfig": "engine_config", "RequestOutput": "engine", "SamplingParams": "request",
-    "ReplayContext": "replay_context", "DefaultModelState": "model_state", "ReplayModelState": "model_state",
-    "SpecializedDecodeModelState": "specialized_decode",
+    "ReplayCache": "replay_cache", "ReplayContext": "replay_context", "DefaultModelState": "model_state",
+    "ReplayModelState": "model_state", "SpecializedDecodeModelState": "specialized_decode",
     "HybridConfig": "models", "HybridModel": "models", "StepAgreement": "parallel", "RankFailure": "parallel",
 }
 __all__ = ["ops", "set_backend", *_LAZY]
