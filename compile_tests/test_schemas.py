@@ -95,4 +95,5 @@ swa_attention(Tensor q, Tensor cache, Tensor indices, Tensor lens, *, float scal
 swa_indices(Tensor(a0!) indices, Tensor(a1!) lens, Tensor seq_lens, Tensor query_start_loc, Tensor
     block_table, Tensor slot_mapping, Tensor? replay_start=None, Tensor? query_lens=None, *, SymInt window,
     SymInt block_size) -> ()
-write_kv(Tensor(a0!) cache, Tensor k, Tensor v, Tensor slot_mapping) -> ()""")
+write_kv(Tensor(a0!) cache, Tensor k, Tensor v, Tensor slot_mapping) -> ()
+zero_slots(Tensor(a0!) pool, Tensor slots, Tensor layer_group) -> ()""")

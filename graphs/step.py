@@ -171,10 +171,13 @@ def commit(state: DefaultModelState, batch: Batch, inputs: InputBatch, accepted:
     """Moves cursors (or, without replay, current slots) by the accepted tokens of each row; publishes snapshots."""
     for states in state.memory.states.values():
         if isinstance(states, ReplayContext):
+            # of this very step: what is kept beside a parameter would be stale once the parameter changes
+            decays = states.family == "mamba2" and states.mode == "align"
             # lengths and acceptance are known by row: the row stands for its request; all live columns are alike
             states.postprocess(batch.first, accepted, is_prefilling, inputs.num_reqs, query_lens=batch.query_lens,
                                live_cols=states.live_cols[: len(accepted)], idx_mapping=inputs.by_row,
-                               window=batch.windows[states.family])
+                               window=batch.windows[states.family],
+                               A=torch.stack(batch.decay_rates) if decays else None)
         else:
             # a prefill leaves its state in the current slot
             states.accept(inputs.idx_mapping, torch.where(is_prefilling, 0, accepted))

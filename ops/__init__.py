@@ -5,7 +5,7 @@ the argument at fault. Nothing here imports Triton or FlashInfer.
 """
 
 from .attention.op import paged_attention, swa_attention, swa_indices
-from .conv.op import conv_replay, copy_slots
+from .conv.op import conv_replay, copy_slots, zero_slots
 from .engram.op import engram_lookback, engram_lookup, ngram_hash
 from .gdn.op import gdn_materialize, gdn_replay, gdn_update
 from .kda.op import kda_materialize, kda_replay, kda_update
@@ -53,4 +53,5 @@ __all__ = [
     "swa_attention",
     "swa_indices",
     "write_kv",
+    "zero_slots",
 ]

@@ -75,6 +75,8 @@ def conv_cases() -> list[tuple]:
         *cases("conv_replay", conv.conv, dict(rows=1, tokens=3, dim=33, width=5, ring_len=13), usual=False),
         *cases("copy_slots", conv.slots, dict(rows=8, shape=(10240, 4))),
         *cases("copy_slots", conv.slots, dict(rows=65, shape=(3, 5, 7), strided=True), usual=False),
+        *cases("zero_slots", conv.zeroed, dict(rows=8, shape=(10240, 4))),
+        *cases("zero_slots", conv.zeroed, dict(rows=65, shape=(3, 5, 7), strided=True), usual=False),
     ]
 
 

@@ -13,17 +13,18 @@ from torch_replay.ops.samples import Sample
 
 CONV = [sample for sample in draw.SAMPLES if sample.op == "conv_replay"]
 COPY = [sample for sample in draw.SAMPLES if sample.op == "copy_slots"]
+ZERO = [sample for sample in draw.SAMPLES if sample.op == "zero_slots"]
 
 
 def i32(values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-def check_copy(sample):
-    """Pools compare as bytes: a copy is exact in every dtype, NaN included."""
-    arguments, want = (named("copy_slots", *sample.make()) for _ in range(2))
-    call("copy_slots", arguments)
-    truth_conv.copy_slots(**dict(want, pool=naive.as_integers(want["pool"])))
+def check_bytes(sample):
+    """Pools compare as bytes: copies and zeros are exact in every dtype, NaN included."""
+    arguments, want = (named(sample.op, *sample.make()) for _ in range(2))
+    call(sample.op, arguments)
+    getattr(truth_conv, sample.op)(**dict(want, pool=naive.as_integers(want["pool"])))
     for name, value in arguments.items():
         assert torch.equal(raw(value), raw(want[name])), f"{sample}: {name}"
 
@@ -46,11 +47,11 @@ def test_conv_bf16(sample):
     assert torch.equal(raw(arguments["conv_ring"]), raw(want))
 
 
-@pytest.mark.parametrize("sample", COPY, ids=str)
-def test_copy_against_truth(sample):
+@pytest.mark.parametrize("sample", COPY + ZERO, ids=str)
+def test_slots_against_truth(sample):
     """Every byte of the pool equals the truth, nothing else is written."""
     for seed in range(3):
-        check_copy(Sample(sample.op, f"{sample.id}{seed}", sample.build))
+        check_bytes(Sample(sample.op, f"{sample.id}{seed}", sample.build))
 
 
 def random_conv(rng):
@@ -69,11 +70,18 @@ def random_copy(rng):
                       listed=one(0, rows + 1))
 
 
+def random_zero(rng):
+    one = lambda low, high: int(rng.integers(low, high, 1))  # noqa: E731
+    return draw.zeroed(rng, layers=one(1, 5), groups=one(1, 4), rows=one(1, 8), shape=(3,) * one(0, 4),
+                       dtype=(torch.float32, torch.float16, torch.float8_e4m3fn, torch.int8)[one(0, 4)])
+
+
 def test_random_cases():
-    """200 drawn calls of either op, ring lengths, widths and lengths drawn independently."""
+    """200 drawn calls of each op, ring lengths, widths and lengths drawn independently."""
     for case in range(200):
         check_sample(Sample("conv_replay", f"random{case}", random_conv), truth_conv.conv_replay)
-        check_copy(Sample("copy_slots", f"random{case}", random_copy))
+        check_bytes(Sample("copy_slots", f"random{case}", random_copy))
+        check_bytes(Sample("zero_slots", f"random{case}", random_zero))
 
 
 @pytest.mark.parametrize("ring_dtype", [torch.float32, torch.bfloat16])
@@ -174,16 +182,26 @@ def broken_copy_row_after_row(pool, src_slots, dst_slots, layer_group, active_ro
         naive.copy_slots(pool, src_slots, dst_slots, layer_group, torch.stack([row]))
 
 
+def broken_zero_null_slot(pool, slots, layer_group):
+    naive.as_integers(pool)[torch.arange(pool.shape[0])[:, None], slots[layer_group.long()].long()] = 0
+
+
+def broken_zero_first_group(pool, slots, layer_group):
+    naive.zero_slots(pool, slots, torch.zeros_like(layer_group))
+
+
 @pytest.mark.parametrize("op, kernel", [
     ("conv_replay", broken_conv_reads_before_position_0),
     ("conv_replay", broken_conv_ignores_lengths),
     ("copy_slots", broken_copy_row_after_row),
+    ("zero_slots", broken_zero_null_slot),
+    ("zero_slots", broken_zero_first_group),
 ])
 def test_negative_control(op, kernel):
     """An op broken on purpose fails the suite."""
     with override_kernel(op, "cpu", kernel), pytest.raises(AssertionError):
-        for sample in CONV if op == "conv_replay" else COPY:
-            (test_conv_against_truth if op == "conv_replay" else test_copy_against_truth)(sample)
+        for sample in CONV if op == "conv_replay" else [s for s in COPY + ZERO if s.op == op]:
+            (test_conv_against_truth if op == "conv_replay" else test_slots_against_truth)(sample)
 
 
 BAD = [
@@ -204,13 +222,19 @@ BAD = [
     ("copy_slots", dict(src_slots=i32([[3] * 5] * 2), dst_slots=i32([[1] * 5] * 2)), "dst_slots .* at most once"),
     ("copy_slots", dict(layer_group=i32([0, 1, 2])), "layer_group is 2"),
     ("copy_slots", dict(active_rows=i32([0, 1, 5, -1, -1])), "active_rows is 5"),
+    ("zero_slots", dict(pool=torch.zeros(3)), r"pool is of shape \(3,\), expected \[L, S, ...\]"),
+    ("zero_slots", dict(layer_group=i32([0, 1])), r"layer_group is of shape \(2,\), expected \[L\] with L = 3"),
+    ("zero_slots", dict(slots=i32([[1] * 4 + [11]] * 2)), "slots is 11"),
+    ("zero_slots", dict(slots=torch.zeros(2, 5)), "slots is of dtype torch.float32"),
+    ("zero_slots", dict(layer_group=i32([0, 1, 2])), "layer_group is 2"),
 ]
 
 
 @pytest.mark.parametrize("op, change, message", BAD)
 def test_bad_input(op, change, message):
     """A ValueError names the argument, what came and what was expected; nothing has been written."""
-    arguments = dict(named(op, *(CONV[1] if op == "conv_replay" else COPY[0]).make()), **change)
+    sample = {"conv_replay": CONV[1], "copy_slots": COPY[0], "zero_slots": ZERO[0]}[op]
+    arguments = dict(named(op, *sample.make()), **change)
     assert_refused(OPS[op].overload, arguments, f"{op}: .*{message}")
 
 

@@ -12,7 +12,7 @@ from torch_replay import Engine, EngineConfig, HybridModel, SamplingParams, warm
 from torch_replay.graphs.measure import measure_back_ends
 from torch_replay.ops import OPS, backends
 from torch_replay.ops.mamba2 import flashinfer as adapter
-from torch_replay.ops.mamba2.samples import materialize
+from torch_replay.ops.mamba2.samples import materialize, replay
 from torch_replay.ops.registry import override_kernel
 
 REPLAY = "mamba2_replay"
@@ -108,6 +108,20 @@ def test_calls_that_flashinfer_refuses(fake, timed):
     """Where FlashInfer cannot serve the step's calls nothing is timed."""
     small_engine(num_spec=2).warm_up()
     assert not timed[1] and not backends.describe(REPLAY)["measured"]
+
+
+def test_scratch_is_bounded(fake):
+    """What a measurement allocates does not follow the pool, nor the rows beyond some: here 400 rows, and a pool of
+    4,000 slots a layer of which 9 are used."""
+    arguments = build(REPLAY, replay, rows=400, dim=64, state_dim=64)
+    scratch = adapter.mamba2_replay_scratch(**arguments)
+    assert scratch["state"].shape[0] == adapter.SCRATCH_SLOTS + 1 and len(scratch["slots"]) == 400
+    assert scratch["slots"].unique().tolist() == list(range(1, adapter.SCRATCH_SLOTS + 1))
+    state = torch.empty(3, 4000, 4, 8, device="meta")
+    small = adapter._small_pool(state, 1, 9)
+    assert small.shape == (3, 9, 4, 8) and small.untyped_storage().nbytes() == small.numel() * 4
+    within = adapter._small_pool(state.transpose(0, 1).contiguous().transpose(0, 1), 1, 9)  # slot after slot
+    assert within.untyped_storage().nbytes() == small.numel() * 4
 
 
 def test_scratch_snapshots(fake, timed):

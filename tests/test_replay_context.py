@@ -100,7 +100,6 @@ def test_snapshots(family):
     torch.manual_seed(3)
     block, tokens, columns = 4, 3, 40
     ctx = context(mode="align", columns=columns, family=family, slots=3 * columns + 1)
-    ctx.bind_decay(-torch.rand(2, 4) - 0.1)
     mirror = context(family=family)  # the same tokens, one accepted token a step, no drafts, no snapshots
     tables = torch.arange(1, 3 * columns + 1, dtype=torch.int32).view(1, 3, columns)
     ctx.request_tables.copy_(tables)
@@ -125,7 +124,8 @@ def test_snapshots(family):
             run(ctx, place, inputs, slots, q)
         accepted = torch.stack([torch.randint(min(1, int(n)), int(n) + 1, ()) for n in q])
         by_req[idx] = accepted.to(torch.int32)
-        ctx.postprocess(computed, by_req, decode, torch.tensor(3), query_lens=q, live_cols=live_cols, idx_mapping=idx)
+        ctx.postprocess(computed, by_req, decode, torch.tensor(3), query_lens=q, live_cols=live_cols, idx_mapping=idx,
+                        A=DECAY if family == "mamba2" else None)
         for t in range(tokens):
             single = {name: value[:, t : t + 1] for name, value in inputs.items()}
             taken = (t < accepted).long()
@@ -162,7 +162,6 @@ def run(ctx, place, inputs, slots, q, window=None):
     window = ctx.window if window is None else window
     memory = (ctx.state[place], *(ring[place] for ring in ctx.rings), *ctx.cursors(place))
     if ctx.family == "mamba2":
-        ctx.bind_decay(DECAY)
         ops.mamba2_replay(*memory, inputs["x"], inputs["dt"], DECAY[place], inputs["B"], inputs["C"], None, None, None,
                           slots, q, window=window)
     else:

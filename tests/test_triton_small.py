@@ -23,8 +23,9 @@ TRUTHS = {"gather_block_tables": truth_ring, "ring_reset": truth_ring, "ring_com
           "compact_active": truth_ring, "conv_replay": truth_conv, "prepare_positions": truth_tokens,
           "compute_slot_mappings": truth_tokens, "pad_replayed_slots": truth_tokens, "gather_replay_rows": truth_tokens,
           "write_kv": truth_tokens}
-SAMPLES = [s for s in ring_samples.SAMPLES + conv_samples.SAMPLES + token_samples.SAMPLES if s.op != "copy_slots"]
-COPIES = [s for s in conv_samples.SAMPLES if s.op == "copy_slots"]
+POOL_OPS = ("copy_slots", "zero_slots")  # compared as bytes
+SAMPLES = [s for s in ring_samples.SAMPLES + conv_samples.SAMPLES + token_samples.SAMPLES if s.op not in POOL_OPS]
+POOLS = [s for s in conv_samples.SAMPLES if s.op in POOL_OPS]
 
 
 def truth(op):
@@ -34,24 +35,24 @@ def truth(op):
 def check(sample, dtype=torch.float32, seed=0):
     """One sample through the op's Triton kernel."""
     with triton_kernel(sample.op):
-        if sample.op == "copy_slots":
-            check_copy(sample, dtype, seed)
+        if sample.op in POOL_OPS:
+            check_bytes(sample, dtype, seed)
         else:
             check_sample(sample, truth(sample.op), DEVICE, dtype, seed=seed)
 
 
-def check_copy(sample, dtype=torch.float32, seed=0):
-    """Pools compare as bytes: a copy is exact in every dtype, NaN included."""
-    arguments = named("copy_slots", *sample.make(DEVICE, dtype, seed))
+def check_bytes(sample, dtype=torch.float32, seed=0):
+    """Pools compare as bytes: copies and zeros are exact in every dtype, NaN included."""
+    arguments = named(sample.op, *sample.make(DEVICE, dtype, seed))
     want = {name: clone(value).cpu() for name, value in arguments.items()}
-    call("copy_slots", arguments)
-    truth_conv.copy_slots(**dict(want, pool=conv_naive.as_integers(want["pool"])))
+    call(sample.op, arguments)
+    getattr(truth_conv, sample.op)(**dict(want, pool=conv_naive.as_integers(want["pool"])))
     for name, value in arguments.items():
         assert torch.equal(raw(value.cpu()), raw(want[name])), f"{sample}: {name}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sample", SAMPLES + COPIES, ids=str)
+@pytest.mark.parametrize("sample", SAMPLES + POOLS, ids=str)
 def test_against_truth(sample, dtype):
     """Outputs and every mutated element equal the truth, nothing else is written."""
     for seed in range(3):
@@ -117,6 +118,13 @@ def random_positions(rng):
                                       tail=one(rng, 0, 9), padded=one(rng, 0, rows), empty=(one(rng, 0, rows),))
 
 
+def random_zero(rng):
+    return conv_samples.zeroed(
+        rng, layers=one(rng, 1, 4), groups=one(rng, 1, 3), rows=one(rng, 1, 20),
+        shape=tuple(one(rng, 1, 9) for _ in range(one(rng, 0, 5))), strided=pick(rng, False, True),
+        dtype=pick(rng, torch.float32, torch.float16, torch.int8))
+
+
 def random_mappings(rng):
     rows = one(rng, 1, 40)
     return token_samples.mappings(
@@ -126,7 +134,7 @@ def random_mappings(rng):
 
 RANDOM = {"ring_commit": (random_commit, 200), "gather_block_tables": (random_gather, 40),
           "ring_reset": (random_reset, 40), "compact_active": (random_compact, 40), "conv_replay": (random_conv, 25),
-          "copy_slots": (random_copy, 60), "prepare_positions": (random_positions, 40),
+          "copy_slots": (random_copy, 60), "zero_slots": (random_zero, 40), "prepare_positions": (random_positions, 40),
           "compute_slot_mappings": (random_mappings, 40)}
 
 
@@ -247,14 +255,14 @@ def kernels_of(op):
     return importlib.import_module(f"torch_replay.ops.{OPS[op].body.__module__.split('.')[-2]}.kernels")
 
 
-@pytest.mark.parametrize("op", [*TRUTHS, "copy_slots"])
+@pytest.mark.parametrize("op", [*TRUTHS, *POOL_OPS])
 def test_one_launch(op, monkeypatch):
     """Every op is one kernel launch, whatever the groups and rows (ring_commit and compact_active may take two)."""
     runs = []
     jitted = type(next(value for name, value in vars(kernels_of(op)).items() if name.endswith("_kernel")))
     launch = jitted.run
     monkeypatch.setattr(jitted, "run", lambda self, *args, **kwargs: (runs.append(1), launch(self, *args, **kwargs)))
-    samples = [s for s in SAMPLES + COPIES if s.op == op and not s.id.startswith(("no_tokens", "no_cacheable"))]
+    samples = [s for s in SAMPLES + POOLS if s.op == op and not s.id.startswith(("no_tokens", "no_cacheable"))]
     for sample in samples:
         check(sample)
     assert len(runs) == len(samples)
@@ -306,6 +314,8 @@ def changed(op, **change):
 
 @pytest.mark.parametrize("op, kernel", [
     ("copy_slots", row_by_row("copy_slots")),
+    ("zero_slots", changed("zero_slots", slots=lambda a: a["slots"].clamp(max=1))),
+    ("zero_slots", changed("zero_slots", layer_group=lambda a: a["layer_group"] * 0)),
     ("ring_reset", row_by_row("ring_reset")),
     ("ring_commit", changed("ring_commit", window=lambda a: a["window"] + 1)),
     ("ring_commit", changed("ring_commit", block_size=lambda a: a["block_size"] + 1)),
@@ -316,12 +326,12 @@ def changed(op, **change):
 ])
 def test_negative_control(op, kernel):
     """A kernel broken on purpose fails the suite."""
-    tested = [s for s in SAMPLES + COPIES if s.op == op]
+    tested = [s for s in SAMPLES + POOLS if s.op == op]
     if op == "ring_reset":
         tested = [s for s in tested if s.id == "chain"]
     with override_kernel(op, DEVICE, kernel), pytest.raises(AssertionError):
         for sample in tested:
-            if op == "copy_slots":
-                check_copy(sample)
+            if op in POOL_OPS:
+                check_bytes(sample)
             else:
                 check_sample(sample, truth(op), DEVICE)

@@ -208,11 +208,10 @@ def test_active_materializer_is_noticed():
     """Negative control: with one request active the same call writes a slot."""
     ctx = context(mode="align", columns=4)
     fill(ctx)
-    ctx.bind_decay(-torch.ones(2, 4))
     ones = torch.ones_like(ctx.plan_count)
     plan = [ones, 2 * ones, 0 * ones, 0 * ones]
     with pytest.raises(AssertionError, match="live tensor has changed"), untouched(live_tensors(ctx)):
-        ctx.materialize(plan, torch.tensor([0, -1, -1]))
+        ctx.materialize(plan, torch.tensor([0, -1, -1]), -torch.ones(2, 4))
 
 
 def scribble(ctx: ReplayContext, slots: list[int]) -> None:

@@ -33,3 +33,10 @@ def copy_slots(pool, src_slots, dst_slots, layer_group, active_rows):
             src, dst = int(src_slots[group, b]), int(dst_slots[group, b])
             if src != 0 and dst != 0:
                 pool[layer, dst] = before[layer, src]
+
+
+def zero_slots(pool, slots, layer_group):
+    for layer, group in enumerate(layer_group.tolist()):
+        for slot in slots[group].tolist():
+            if slot != 0:
+                pool[layer, slot] = 0

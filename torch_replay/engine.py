@@ -81,7 +81,7 @@ class Engine:
         self.memory = ModelMemory(model, MemoryConfig(
             config.max_num_seqs, tokens, config.block_size, dict.fromkeys(kinds, blocks), config.window,
             config.ring_len, config.replay, num_snapshots or 0, state_block_size, length, config.state_dtype,
-            config.dtype, config.ring_dtype), model.embedding.weight.device)
+            config.dtype, config.ring_dtype, config.stochastic_rounding), model.embedding.weight.device)
         requests = RequestState(self.memory, length)
         tail_windows = model.config.decoder_replay_windows
         if config.prefix_cache or tail_windows:

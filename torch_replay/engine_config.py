@@ -5,6 +5,8 @@ from typing import Optional
 
 import torch
 
+from .ops.check import EIGHT_BIT, FLOAT
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -22,7 +24,10 @@ class EngineConfig:
     attention window of a model with sliding windows. num_snapshots: states kept for that, None for a few a request.
 
     dtype, state_dtype, ring_dtype: of activations and KV caches, of recurrent states, and of the rings (None: see
-    `memory.default_ring_dtype`).
+    `memory.default_ring_dtype`). float32, bfloat16 or float16; states also float8_e4m3fn and int8 with a float32 scale
+    for each row, if they are replayed. stochastic_rounding: states below float32 that a decode step rewrites or
+    publishes are rounded up or down at random, right on average (prefill rounds to nearest, once a chunk). What is
+    drawn depends on the steps since the engine was made, and text with it.
 
     startup_cache: `warm_up` keeps what it compiled in the user's cache folder and takes it from there at the next
     start, see `startup_cache`; the environment variable TORCH_REPLAY_STARTUP_CACHE=0 turns that off too.
@@ -57,6 +62,7 @@ class EngineConfig:
     dtype: torch.dtype = torch.float32
     state_dtype: torch.dtype = torch.float32
     ring_dtype: Optional[torch.dtype] = None
+    stochastic_rounding: bool = False
     startup_cache: bool = True
     decode_sizes: Optional[tuple[int, ...]] = None
     run_ahead: Optional[bool] = None
@@ -72,11 +78,24 @@ class EngineConfig:
                 self._require(name, least)
         if self.num_spec + 1 > self.window:
             raise ValueError(f"num_spec is {self.num_spec}, expected less than window = {self.window}")
+        self._check_dtypes()
         if self.decode_sizes is not None:
             sizes = sorted(set(self.decode_sizes))
             if not sizes or sizes[0] < 1 or sizes[-1] != self.max_num_seqs:
                 raise ValueError(f"decode_sizes is {self.decode_sizes!r}, expected sizes from 1 to max_num_seqs = "
                                  f"{self.max_num_seqs}, the largest included")
+
+    def _check_dtypes(self) -> None:
+        states = FLOAT + EIGHT_BIT if self.replay else FLOAT  # the plain update has no row scales
+        for name, allowed in (("dtype", FLOAT), ("state_dtype", states), ("ring_dtype", (None, *FLOAT))):
+            if getattr(self, name) not in allowed:
+                where = "" if name != "state_dtype" or self.replay else " with replay=False"
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected {' or '.join(map(str, allowed))}{where}")
+        if not isinstance(self.stochastic_rounding, bool):
+            raise ValueError(f"stochastic_rounding is {self.stochastic_rounding!r}, expected True or False")
+        if self.stochastic_rounding and (self.state_dtype == torch.float32 or not self.replay):
+            why = "of float32, which rounds nothing" if self.replay else "that are written at every step (replay=False)"
+            raise ValueError(f"stochastic_rounding is True, expected False for states {why}")
 
     def _require(self, name: str, least: int) -> None:
         value = getattr(self, name)

@@ -10,6 +10,7 @@ from .replay_context import PlainStates, ReplayContext, StateGroup, StateLayer
 
 STATE_KINDS = ("mamba2", "gdn")
 KV_KINDS = ("full", "swa")
+PHILOX_ROUNDS = 10  # as published
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class MemoryConfig:
     state_dtype: torch.dtype = torch.float32
     dtype: torch.dtype = torch.float32  # activations: conv rings and KV caches
     ring_dtype: Optional[torch.dtype] = None  # default: `default_ring_dtype`
+    stochastic_rounding: bool = False  # of checkpoints that are rewritten
 
 
 class ModelMemory:
@@ -55,9 +57,6 @@ class ModelMemory:
                 self.states[family] = replay_context(family, layers, config, self.device)
             elif layers:
                 self.states[family] = PlainStates(layers, config.max_num_seqs, device)
-        if config.replay and "mamba2" in self.states:
-            rates = [layer.mixer.decay_rates() for layer in model.layers if layer.kind == "mamba2"]
-            self.states["mamba2"].bind_decay(torch.stack(rates).detach())
         for kind in KV_KINDS:
             shape = (pattern.count(kind), config.num_blocks.get(kind, 0), config.block_size, 2,
                      model.config.num_kv_heads, model.config.head_dim)
@@ -96,7 +95,7 @@ def state_layer(model: HybridConfig, memory: MemoryConfig, family: str, index: i
     return StateLayer(f"{index}.{family}", family, *sizes, conv_width=model.conv_width, window=memory.window,
                       ring_len=ring_len, max_tokens=memory.max_tokens, state_dtype=memory.state_dtype,
                       ring_dtype=memory.ring_dtype or default_ring_dtype(family, memory.dtype),
-                      conv_dtype=memory.dtype)
+                      conv_dtype=memory.dtype, philox_rounds=PHILOX_ROUNDS if memory.stochastic_rounding else 0)
 
 
 def default_ring_dtype(family: str, dtype: torch.dtype) -> torch.dtype:

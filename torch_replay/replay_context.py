@@ -34,6 +34,7 @@ class StateLayer:
     ring_dtype: torch.dtype = torch.float32
     conv_dtype: torch.dtype = torch.float32
     A_dtype: torch.dtype = torch.float32
+    philox_rounds: int = 0  # above 0, checkpoints round stochastically when they are rewritten
 
     @property
     def conv_len(self) -> int:
@@ -41,8 +42,9 @@ class StateLayer:
         return self.conv_width - 1 + self.max_tokens
 
     def state_bytes(self) -> int:
-        """Bytes of one checkpoint."""
-        return self.heads * self.head_dim * self.state_dim * self.state_dtype.itemsize
+        """Bytes of one checkpoint, the float32 row scales of an 8-bit one included."""
+        scale = 4 if self.state_dtype in EIGHT_BIT else 0
+        return self.heads * self.head_dim * (self.state_dim * self.state_dtype.itemsize + scale)
 
     def ring_row_bytes(self) -> int:
         """Bytes of one token in the ring, its float32 decay included."""
@@ -73,6 +75,8 @@ class ReplayContext:
 
     Attributes (L layers, S slots, G groups, B batch rows, C table columns):
         state: [L, S, ...] checkpoints, `state_scale` row scales of 8-bit ones or None.
+        seeds: [L] int64, from which the layers' next flushes draw, or None without stochastic rounding. `postprocess`
+            adds 1, on the device, so that every replay of a recorded step draws anew.
         rings: the three ring tensors, [L, S, heads, R, dim] twice and [L, S, heads, R] float32.
         conv_ring: [L, S, channels, conv_len].
         layer_group: [L] int32. ring_start, ring_committed: [G, S] int32.
@@ -122,7 +126,10 @@ class ReplayContext:
         self.live_col = columns - 1
         self.live_cols = torch.full((max_num_reqs,), columns - 1, dtype=torch.int32, device=device)
         self.plan = torch.zeros(4, *table[:2], dtype=torch.int32, device=device)
-        self.A = None
+        self.seeds = None
+        if self.spec.philox_rounds:  # contexts and layers in ranges of their own
+            first = FAMILIES.index(self.family) << 48
+            self.seeds = first + (torch.arange(len(self.layers), dtype=torch.int64, device=device) << 32)
         self.warmed_signature = None  # of the pools that `warm_up_materializer` ran on
         self.initialize_ring_trackers(KVCacheConfig(num_slots, device))
         self.allocate_pools(num_slots, device)
@@ -159,14 +166,15 @@ class ReplayContext:
     plan_start = property(lambda self: self.plan[2])
     plan_count = property(lambda self: self.plan[3])
 
-    def bind_decay(self, A: Tensor) -> None:
-        """A of every layer, [L, H] float32, which Mamba-2 snapshots need."""
-        self.A = A
-
     def cursors(self, layer: int) -> tuple[Tensor, Tensor]:
         """ring_start and ring_committed [S] of a layer's group."""
         group = self.group_of[layer]
         return self.ring_start[group, : self.num_slots], self.ring_committed[group, : self.num_slots]
+
+    def rounding(self, layer: int) -> dict:
+        """Keyword arguments of a layer's replay op: how its checkpoints are stored."""
+        return {"state_scale": None if self.state_scale is None else self.state_scale[layer],
+                "seed": None if self.seeds is None else self.seeds[layer], "philox_rounds": self.spec.philox_rounds}
 
     def block_copy_tensors(self) -> list[Tensor]:
         """Every tensor that holds part of a slot's logical state: who copies a slot copies its row of all of these.
@@ -210,30 +218,38 @@ class ReplayContext:
         copied = torch.where((src > 0) & (src != dst), dst, 0)
         for pool in self.block_copy_tensors()[:-2]:
             ops.copy_slots(pool, src, copied, self.layer_group, every_row)
-        fresh = torch.where(src > 0, 0, dst)[self.layer_group.long()]
-        zero_slots(self.state, fresh)
+        fresh = torch.where(src > 0, 0, dst)
+        ops.zero_slots(self.state, fresh, self.layer_group)
         if self.state_scale is not None:
-            zero_slots(self.state_scale, fresh)
+            ops.zero_slots(self.state_scale, fresh, self.layer_group)
         ops.ring_reset(self.ring_start, self.ring_committed, tables, src_cols, dst_cols, idx_mapping)
 
     def postprocess(
         self, num_computed: Tensor, num_accepted: Tensor, is_prefilling: Tensor, num_reqs: Tensor, *,
         query_start_loc: Optional[Tensor] = None, query_lens: Optional[Tensor] = None,
         live_cols: Optional[Tensor] = None, idx_mapping: Optional[Tensor] = None, window: Optional[int] = None,
-        post_step: bool = False, seed: Optional[Tensor] = None, philox_rounds: int = 0,
+        post_step: bool = False, A: Optional[Tensor] = None,
     ) -> None:
         """Commits a step's cursors and, in mode align, publishes snapshots at block edges; one call, traceable.
 
-        Arguments as in `ops.ring_commit`; `window` must be the one that the forward used (default: W).
+        Arguments as in `ops.ring_commit`; `window` must be the one that the forward used (default: W). A: decay rates
+        [L, H] float32 that the forward used, which snapshots of Mamba-2 need.
+
+        Raises:
+            ValueError: no A where snapshots need it; nothing has been written.
         """
+        align = self.mode == "align"
+        if align and self.family == "mamba2" and A is None:
+            raise ValueError("postprocess: A is None, expected the layers' decay rates [L, H] for snapshots of Mamba-2")
         plan = self.commit(num_computed, num_accepted, is_prefilling, query_start_loc, query_lens, live_cols,
                            idx_mapping, window, post_step)
-        if self.mode != "align":
-            return
-        src, dst, _, count = plan
-        active, _ = ops.compact_active(count, num_reqs)
-        self.materialize(plan, active, seed, philox_rounds)
-        ops.copy_slots(self.conv_ring, src, dst, self.layer_group, active)
+        if align:
+            src, dst, _, count = plan
+            active, _ = ops.compact_active(count, num_reqs)
+            self.materialize(plan, active, A)
+            ops.copy_slots(self.conv_ring, src, dst, self.layer_group, active)
+        if self.seeds is not None:
+            self.seeds.add_(1)
 
     def commit(self, num_computed, num_accepted, is_prefilling, query_start_loc=None, query_lens=None, live_cols=None,
                idx_mapping=None, window=None, post_step=False) -> list[Tensor]:
@@ -248,14 +264,18 @@ class ReplayContext:
             materialize=self.mode == "align")
         return plan
 
-    def materialize(self, plan: list[Tensor], active_rows: Tensor, seed: Optional[Tensor] = None,
-                    philox_rounds: int = 0) -> None:
-        """Writes the checkpoints that a `plan` asks for, of the batch rows in `active_rows` [B] (-1 ends the list)."""
+    def materialize(self, plan: list[Tensor], active_rows: Tensor, A: Optional[Tensor] = None) -> None:
+        """Writes the checkpoints that a `plan` asks for, of the batch rows in `active_rows` [B] (-1 ends the list).
+
+        A: [L, H] float32 for Mamba-2, None for the gated delta rule, whose ring holds the decays.
+        """
+        # layer l draws with this and l: below zero, where no layer's flushes draw, and anew in every step
+        seed = None if self.seeds is None else -len(self.layers) * (self.seeds[:1] + 1)
         where = (*plan, self.layer_group, active_rows, self.state_scale, seed)
         if self.family == "mamba2":
-            ops.mamba2_materialize(self.state, *self.rings, self.A, *where, philox_rounds=philox_rounds)
+            ops.mamba2_materialize(self.state, *self.rings, A, *where, philox_rounds=self.spec.philox_rounds)
         else:
-            ops.gdn_materialize(self.state, *self.rings, *where, philox_rounds=philox_rounds)
+            ops.gdn_materialize(self.state, *self.rings, *where, philox_rounds=self.spec.philox_rounds)
 
 
 class PlainStates:
@@ -266,10 +286,13 @@ class PlainStates:
     """
 
     def __init__(self, layers: list[StateLayer], max_num_reqs: int, device="cpu"):
+        if layers[0].state_dtype in EIGHT_BIT or layers[0].philox_rounds:
+            raise ValueError(f"layer {layers[0].name}: state_dtype is {layers[0].state_dtype} and philox_rounds "
+                             f"{layers[0].philox_rounds}, expected a float type and 0 without replay")
         self.layers, self.spec, self.family = layers, layers[0], layers[0].family
         self.tokens = self.spec.max_tokens
         each = 1 + self.tokens if self.tokens > 1 else 1
-        self.state, _ = allocate_states(self.spec, len(layers), 1 + max_num_reqs * each, device)
+        self.state, self.state_scale = allocate_states(self.spec, len(layers), 1 + max_num_reqs * each, device)
         self.conv_ring = allocate_conv_ring(self.spec, len(layers), 1 + max_num_reqs, device)
         slots = torch.arange(1, 1 + max_num_reqs * each, dtype=torch.int32, device=device)
         self.own_slots = slots.view(max_num_reqs, each)
@@ -312,20 +335,6 @@ def allocate_states(spec: StateLayer, layers: int, slots: int, device) -> tuple[
 def allocate_conv_ring(spec: StateLayer, layers: int, slots: int, device) -> Tensor:
     """Zeroed conv rings [L, S, channels, conv_len]."""
     return torch.zeros(layers, slots, spec.conv_dim, spec.conv_len, dtype=spec.conv_dtype, device=device)
-
-
-def zero_slots(pool: Tensor, slots: Tensor) -> None:
-    """pool [L, S, ...] is zeroed at slots [L, n]; null slots keep their bytes. No host sync.
-
-    One write to the pool itself: compiled, one to the slice of a layer or to a view of another dtype copies it whole.
-    """
-    at = torch.arange(pool.shape[0], device=pool.device)[:, None], slots.long()
-    real, values = (slots > 0).view(*slots.shape, *[1] * (pool.dim() - 2)), pool[at]
-    if pool.dtype in EIGHT_BIT:
-        values = torch.where(real, 0, values.view(torch.uint8)).view(pool.dtype)
-    else:
-        values = torch.where(real, 0, values)
-    pool.index_put_(at, values)
 
 
 def _slot_at(tables: Tensor, cols: Tensor, idx_mapping: Optional[Tensor]) -> Tensor:

@@ -24,7 +24,7 @@ from .replay_context import ReplayContext
 
 # what a step overwrites in a context besides its slots
 TABLES = ("request_tables", "block_tables", "live_cols", "plan")
-FEW_ROWS = 8  # from where on replay always saves more traffic than it adds work
+FEW_ROWS = 8  # beyond, replay always saves more traffic than it adds work; and so many slots a warm-up writes
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -76,9 +76,10 @@ def warm_up_decode(context: ReplayContext, capture_sizes: Iterable[int] = (), *,
                    windows: Optional[Sequence[int]] = None, quiet: bool = False) -> list[int]:
     """Runs the decode ops of a context (short convolution and replay) in every batch size that steps will have.
 
-    Inputs are random, laid out as a model makes them (column slices of one projection); rows use slots 1, 2, ... with
-    all T tokens real. Every layer runs, for slices of a pool may differ in alignment. Slots are put back layer by
-    layer, which takes memory for one layer's slots.
+    Inputs are random, laid out as a model makes them (column slices of one projection), all T tokens of a row real. The
+    first `FEW_ROWS` rows use slots 1, 2, ...; those behind, whose number no kernel is compiled for, are rows of
+    padding. Every layer runs, for slices of a pool may differ in alignment. Slots are put back layer by layer, which
+    takes memory for a few slots of one layer.
 
     Args:
         capture_sizes: rows of the steps that will be captured. Sizes above the limit, which is the least of the
@@ -109,12 +110,13 @@ def warm_up_decode(context: ReplayContext, capture_sizes: Iterable[int] = (), *,
     sizes = [size for size in sizes if size <= limit] or [limit]
     calls = [(size, layer) for size in sizes for layer in range(len(context.layers))]
     for size, layer in shown(calls, f"warming up {context.family} decode", quiet):
-        slots = range(1, size + 1)
+        slots = [*range(1, size + 1)][:FEW_ROWS]
+        rows = slots + [0] * (size - len(slots))
         memory = _layer_memory(context, layer)
         pools = [pool.unsqueeze(0) for pool in memory if pool is not None]
         for window in (context.window,) if windows is None else windows:
             with temporary_ring_state(pools, slots):
-                convolve, replay = _decode_calls(context, memory, slots, spec.max_tokens)
+                convolve, replay = _decode_calls(context, memory, rows, spec.max_tokens)
                 convolve()
                 replay(window)
     return sizes
@@ -166,9 +168,9 @@ def _each(calls: Sequence[Callable[[int], object]], argument: int) -> None:
 
 def _layer_memory(context: ReplayContext, layer: int) -> list[Optional[Tensor]]:
     """Conv ring, checkpoint, rings, cursors and scales of a layer, as the decode ops take them, [S, ...] each."""
-    scale = None if context.state_scale is None else context.state_scale[layer]
     rings = [ring[layer] for ring in context.rings]
-    return [context.conv_ring[layer], context.state[layer], *rings, *context.cursors(layer), scale]
+    return [context.conv_ring[layer], context.state[layer], *rings, *context.cursors(layer),
+            context.rounding(layer)["state_scale"]]
 
 
 def _decode_calls(context: ReplayContext, memory: list[Optional[Tensor]], slots: Sequence[int],
@@ -208,7 +210,9 @@ def _decode_calls(context: ReplayContext, memory: list[Optional[Tensor]], slots:
         op, how = ops.gdn_replay, {"scale": spec.state_dim**-0.5, "l2norm": True}
         inputs = (first.unflatten(-1, by_group), second.unflatten(-1, by_group), third.unflatten(-1, by_head), a, b,
                   parameter(spec.heads), parameter(spec.heads))
-    return convolve, lambda window: op(*memory, *inputs, slots, lens, scale, window=window, **how)
+    seed = None if context.seeds is None else context.seeds[0]
+    return convolve, lambda window: op(*memory, *inputs, slots, lens, scale, seed, window=window,
+                                       philox_rounds=spec.philox_rounds, **how)
 
 
 @torch.no_grad()
@@ -251,8 +255,8 @@ def warm_up_materializer(contexts: Union[ReplayContext, Iterable[ReplayContext]]
     """Runs the snapshot kernel of contexts with every request inactive, so that nothing is written.
 
     Once per distinct signature (family, device, and shape, strides and dtype of each pool and ring): contexts remember
-    the one they were warmed for, so that a second call does nothing until a pool was resized. Mamba-2 decays that are
-    not bound yet are stood in for. Returns the number of launches.
+    the one they were warmed for, so that a second call does nothing until a pool was resized. Returns the number of
+    launches.
     """
     contexts = [contexts] if isinstance(contexts, ReplayContext) else list(contexts)
     done = {context.warmed_signature for context in contexts}
@@ -262,12 +266,10 @@ def warm_up_materializer(contexts: Union[ReplayContext, Iterable[ReplayContext]]
         if signature not in done:
             done.add(signature)
             launches += 1
-            scratch = copy.copy(context)
-            if scratch.A is None:
-                scratch.A = torch.zeros(context.state.shape[0], context.spec.heads, dtype=torch.float32,
-                                        device=context.state.device)
+            A = torch.zeros(len(context.layers), context.spec.heads, dtype=torch.float32, device=context.state.device)
             plan = list(torch.zeros_like(context.plan).unbind())
-            scratch.materialize([*plan[:3], plan[3].fill_(-1)], torch.full_like(context.live_cols, -1))
+            context.materialize([*plan[:3], plan[3].fill_(-1)], torch.full_like(context.live_cols, -1),
+                                A if context.family == "mamba2" else None)
         context.warmed_signature = signature
     return launches
 

@@ -1,6 +1,7 @@
-"""Triton kernels of the short convolution and of slot copies. One launch each."""
+"""Triton kernels of the short convolution and of copying and zeroing slots. One launch each."""
 
 import functools
+import math
 
 import torch
 import triton
@@ -177,6 +178,11 @@ def _programs(device) -> int:
     return 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 6
 
 
+def _parts(pool) -> tuple:
+    """A pool of too many dimensions, cut along the outermost one of a slot."""
+    return pool.unbind(max(range(2, pool.dim()), key=lambda d: (pool.shape[d] > 1) * pool.stride(d)))
+
+
 def copy_slots(pool, src_slots, dst_slots, layer_group, active_rows) -> None:
     """Programs enough to fill the device, divided among the layers; each takes the same range of words of every row.
 
@@ -189,13 +195,10 @@ def copy_slots(pool, src_slots, dst_slots, layer_group, active_rows) -> None:
     word, pool_layer, pool_slot, dims = _slot_layout(
         tuple(pool.shape), pool.stride(), pool.element_size(), pool.data_ptr() % 8)
     if len(dims) > DIMS:
-        outermost = max(range(2, pool.dim()), key=lambda d: (pool.shape[d] > 1) * pool.stride(d))
-        for index in range(pool.shape[outermost]):
-            copy_slots(pool.select(outermost, index), src_slots, dst_slots, layer_group, active_rows)
+        for part in _parts(pool):
+            copy_slots(part, src_slots, dst_slots, layer_group, active_rows)
         return
-    words = 1
-    for size, _ in dims:
-        words *= size
+    words = math.prod(size for size, _ in dims)
     (size_0, stride_0), (size_1, stride_1), (_, stride_2) = (*dims, (1, 0), (1, 0))[:DIMS]
     capacity = next((size for size in (64, 256, 1024) if rows <= size), triton.next_power_of_2(rows))
     programs = min(triton.cdiv(_programs(pool.device), layers), triton.cdiv(words, max(8, WORDS // capacity)))
@@ -203,4 +206,41 @@ def copy_slots(pool, src_slots, dst_slots, layer_group, active_rows) -> None:
         as_integers(pool), pool_layer, pool_slot, src_slots, *src_slots.stride(), dst_slots, *dst_slots.stride(),
         layer_group, layer_group.stride(0), active_rows, active_rows.stride(0), rows, words, size_0, size_1, stride_0,
         stride_1, stride_2, SLOT_DIMS=len(dims), WORD=WORD_TYPES[word], ROWS=capacity, FEW=FEW, WORDS=WORDS,
+        num_warps=8)
+
+
+@triton.jit(do_not_specialize=["p_slots", "slots_group", "slots_row", "p_layer_group", "layer_group_stride"])
+def _zero_slots_kernel(
+    p_pool, pool_layer, pool_slot, p_slots, slots_group, slots_row, p_layer_group, layer_group_stride, words, programs,
+    size_0, size_1, stride_0, stride_1, stride_2, SLOT_DIMS: tl.constexpr, WORD: tl.constexpr, WORDS: tl.constexpr,
+):
+    """Programs (row * programs + i, layer): `programs` for each row, which take its chunks in turn."""
+    i_layer, i_row = tl.program_id(1).to(tl.int64), (tl.program_id(0) // programs).to(tl.int64)
+    i_group = tl.load(p_layer_group + i_layer * layer_group_stride).to(tl.int64)
+    slot = tl.load(p_slots + i_group * slots_group + i_row * slots_row).to(tl.int64)
+    if slot > 0:
+        p_pool = p_pool.to(tl.pointer_type(WORD), bitcast=True) + i_layer * pool_layer + slot * pool_slot
+        for i_chunk in range(tl.program_id(0) % programs, tl.cdiv(words, WORDS), programs):
+            o = i_chunk * WORDS + tl.arange(0, WORDS)
+            offset = _word_offsets(o, size_0, size_1, stride_0, stride_1, stride_2, SLOT_DIMS)
+            tl.store(p_pool + offset, tl.zeros([WORDS], WORD), mask=o < words)
+
+
+def zero_slots(pool, slots, layer_group) -> None:
+    """One launch, as for `copy_slots`; rows without a slot end at once."""
+    layers, rows = pool.shape[0], slots.shape[1]
+    if not (pool.numel() and rows):
+        return
+    word, pool_layer, pool_slot, dims = _slot_layout(
+        tuple(pool.shape), pool.stride(), pool.element_size(), pool.data_ptr() % 8)
+    if len(dims) > DIMS:
+        for part in _parts(pool):
+            zero_slots(part, slots, layer_group)
+        return
+    words = math.prod(size for size, _ in dims)
+    (size_0, stride_0), (size_1, stride_1), (_, stride_2) = (*dims, (1, 0), (1, 0))[:DIMS]
+    programs = min(8, triton.cdiv(words, WORDS))
+    _zero_slots_kernel[(rows * programs, layers)](
+        as_integers(pool), pool_layer, pool_slot, slots, *slots.stride(), layer_group, layer_group.stride(0), words,
+        programs, size_0, size_1, stride_0, stride_1, stride_2, SLOT_DIMS=len(dims), WORD=WORD_TYPES[word], WORDS=WORDS,
         num_warps=8)

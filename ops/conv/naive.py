@@ -1,4 +1,4 @@
-"""Reference kernels of the short convolution and of slot copies: vectorised torch on any device."""
+"""Reference kernels of the short convolution and of copying and zeroing slots: vectorised torch on any device."""
 
 import torch
 from torch import Tensor
@@ -48,3 +48,9 @@ def copy_slots(pool, src_slots, dst_slots, layer_group, active_rows) -> None:
     values = as_integers(pool)
     # the right-hand side is complete before the first write, so that a slot may be source and destination at once
     values[layer, target[layer, row]] = values[layer, source[layer, row]]
+
+
+def zero_slots(pool, slots, layer_group) -> None:
+    found = slots[layer_group.long()].long()
+    layer, row = (found > 0).nonzero(as_tuple=True)
+    as_integers(pool)[layer, found[layer, row]] = 0

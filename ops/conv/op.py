@@ -1,4 +1,4 @@
-"""Short causal convolution over a ring of raw inputs, and copies of whole slots.
+"""Short causal convolution over a ring of raw inputs, and copying and zeroing of whole slots.
 
 The ring of a slot holds inputs by absolute position: position p in column p % Rc. Rejecting draft tokens therefore
 needs nothing: the next step starts at the accepted position and overwrites what was rejected.
@@ -104,14 +104,43 @@ def copy_slots(pool: Tensor, src_slots: Tensor, dst_slots: Tensor, layer_group: 
         ValueError: shapes and dtypes; on a CPU also slots, groups and rows out of range and a destination named twice.
     """
     shapes = Shapes("copy_slots")
+    _check_pool(shapes, pool, layer_group)
+    shapes("src_slots", src_slots, "G B", INDEX)
+    shapes("dst_slots", dst_slots, "G B", INDEX)
+    shapes("active_rows", active_rows, "B", INDEX)
+
+
+def _check_pool(shapes: Shapes, pool: Tensor, layer_group: Tensor) -> None:
+    """A pool [L, S, ...] of any dtype that moves as integers, and the groups of its layers."""
     op = shapes.op
     shapes.same_device("pool", pool)
     require(pool.dim() >= 2, op, "pool", f"of shape {tuple(pool.shape)}", "[L, S, ...]")
     require(not pool.is_complex() and pool.element_size() in naive.SAME_WIDTH, op, "pool", f"of dtype {pool.dtype}",
             "a dtype of 1, 2, 4 or 8 bytes, not complex")
-    shapes("src_slots", src_slots, "G B", INDEX)
-    shapes("dst_slots", dst_slots, "G B", INDEX)
-    shapes("active_rows", active_rows, "B", INDEX)
     shapes("layer_group", layer_group, "L", INDEX)
     require(layer_group.shape[0] == pool.shape[0], op, "layer_group", f"of shape {tuple(layer_group.shape)}",
             f"[L] with L = {pool.shape[0]}")
+
+
+def _zero_values(pool, slots, layer_group) -> None:
+    check.require_range("zero_slots", "layer_group", layer_group, 0, slots.shape[0] - 1)
+    check.require_range("zero_slots", "slots", slots, 0, pool.shape[1] - 1)
+
+
+@register(mutates=("pool",), cpu=naive.zero_slots, cuda="torch_replay.ops.conv.kernels", check_values=_zero_values)
+def zero_slots(pool: Tensor, slots: Tensor, layer_group: Tensor) -> None:
+    """Zeroes whole slots of a pool, of all layers at once: pool[l, slots[layer_group[l], b]] = 0 for every row b.
+
+    An op, because plain torch would gather the slots to tell null ones apart: rows times a state of all layers.
+
+    Args:
+        pool: [L, S, ...] of any dtype of 1, 2, 4 or 8 bytes and any number of trailing dims. Mutated: the slots.
+        slots: [G, B]; a null slot (0) skips. A slot may be named more than once.
+        layer_group: [L], group of each layer.
+
+    Raises:
+        ValueError: shapes and dtypes; on a CPU also slots and groups out of range.
+    """
+    shapes = Shapes("zero_slots")
+    _check_pool(shapes, pool, layer_group)
+    shapes("slots", slots, "G B", INDEX)

@@ -1,4 +1,4 @@
-"""Sample inputs of the convolution and slot-copy ops."""
+"""Sample inputs of the convolution and slot ops."""
 
 import torch
 
@@ -48,6 +48,22 @@ def slots(rng: Rng, layers=3, groups=2, rows=5, shape=(4, 6), dtype=None, index_
             rng.tensor(active[:rows], index_dtype)), {}
 
 
+def zeroed(rng: Rng, layers=3, groups=2, rows=5, shape=(4, 6), dtype=None, index_dtype=torch.int32, strided=False):
+    """Null slots among the rows, and a slot named twice; the null slot of the pool holds NaN."""
+    slot_count = 2 * rows + 1
+    at = rng.integers(1, slot_count, groups, rows, dtype=index_dtype)
+    at[:, 1:2] = 0
+    at[:, -1] = at[:, 0]
+    values = rng.normal(layers, slot_count, *shape, scale=30.0, dtype=torch.float32)
+    if strided:
+        values = torch.stack([values, values + 1], -1)[..., 0]
+    pool = values if strided else values.to(dtype or rng.dtype)
+    if pool.is_floating_point():
+        pool[:, 0] = float("nan")
+    layer_group = torch.tensor([layer % groups for layer in range(layers)], dtype=index_dtype)
+    return (pool, at, layer_group.to(rng.device)), {}
+
+
 SAMPLES = table("conv_replay", conv, {
     "typical": dict(rows=4, dim=64),
     "spec_ragged_padded": dict(rows=5, tokens=4, ragged=True, padded=1, ring_len=11),
@@ -66,5 +82,13 @@ SAMPLES = table("conv_replay", conv, {
     "strided_5d": dict(shape=(2, 3, 5), strided=True),
     "bf16": dict(dtype=torch.bfloat16, groups=3),
     "int8": dict(dtype=torch.int8),
+    "fp8": dict(dtype=torch.float8_e4m3fn),
+}) + table("zero_slots", zeroed, {
+    "typical": dict(),
+    "one_row": dict(layers=1, groups=1, rows=1),
+    "no_trailing_dims_int64": dict(shape=(), dtype=torch.int32, index_dtype=torch.int64),
+    "strided_5d": dict(shape=(2, 3, 5), strided=True),
+    "bf16_many_rows": dict(dtype=torch.bfloat16, groups=3, rows=70, shape=(3, 5)),
+    "long": dict(rows=3, shape=(3, 4100)),
     "fp8": dict(dtype=torch.float8_e4m3fn),
 })

@@ -24,6 +24,7 @@ from ..backends import own_kernel
 from ..check import EIGHT_BIT, FLOAT
 
 MAX_WINDOW = 16
+SCRATCH_SLOTS = 64  # of the pools that a replay is timed on, at most
 
 # Ring rows that are not live may hold anything: a request may inherit a slot whose last owner left NaN there. The
 # one-kernel variant of checkpointing_ssu multiplies such rows with zero, and so does every flush of fewer than W rows,
@@ -122,19 +123,27 @@ def _small_pool(pool: Optional[Tensor], dim: int, slots: int) -> Optional[Tensor
     if pool is None:
         return None
     shape = (*pool.shape[:dim], slots, *pool.shape[dim + 1 :])
-    return torch.empty_strided(shape, pool.stride(), dtype=pool.dtype, device=pool.device).zero_()
+    strides = list(pool.stride())
+    if dim == 1 and strides[0] > strides[1]:  # layer after layer: else the gaps between layers are as large as the pool
+        strides[0] = slots * strides[1]
+    return torch.empty_strided(shape, strides, dtype=pool.dtype, device=pool.device).zero_()
 
 
 def mamba2_replay_scratch(
     *, state, x_ring, B_ring, dt_ring, state_scale, ring_start, ring_committed, slots, query_lens, x, window, **others,
 ) -> dict:
-    """Rings filled from 0 to `window` rows, as in steady state: one row in W + 1 flushes."""
+    """Rings filled from 0 to `window` rows, as in steady state: one row in W + 1 flushes.
+
+    Beyond `SCRATCH_SLOTS` rows share slots: their results are nobody's, and their states do not fit a cache either.
+    """
     pools = dict(state=state, x_ring=x_ring, B_ring=B_ring, dt_ring=dt_ring, state_scale=state_scale)
-    slot = torch.arange(slots.shape[0] + 1, device=slots.device)
+    rows = slots.shape[0]
+    slot = torch.arange(min(rows, SCRATCH_SLOTS) + 1, device=slots.device)
     return dict(
         others, x=x, window=window, **{name: _small_pool(pool, 0, len(slot)) for name, pool in pools.items()},
         ring_start=torch.zeros_like(slot).to(ring_start.dtype),
-        ring_committed=(slot % (window + 1)).to(ring_committed.dtype), slots=slot[1:].to(slots.dtype),
+        ring_committed=(slot % (window + 1)).to(ring_committed.dtype),
+        slots=(torch.arange(rows, device=slots.device) % SCRATCH_SLOTS + 1).to(slots.dtype),
         query_lens=None if query_lens is None else torch.full_like(query_lens, x.shape[1]))
 
 
@@ -225,8 +234,8 @@ def mamba2_materialize(
             torch.where(count > MAX_WINDOW, count, -1), layer_group, active_rows, state_scale, seed)
 
 
-# Tables by what they hold, so that a pool that moved gets new ones, and a recycled address with the same strides may
-# keep the old ones. Never evicted (11 x L integers each): a recorded CUDA graph holds their addresses.
+# Tables of pools by what they hold, so that a pool that moved gets new ones, and a recycled address with the same
+# strides may keep the old ones. Never evicted (10 x L integers each): a recorded CUDA graph holds their addresses.
 _known_tables: dict[tuple, tuple[Tensor, ...]] = {}
 
 
@@ -235,15 +244,15 @@ def _tables(state, x_ring, B_ring, dt_ring, A, state_scale) -> tuple[Tensor, ...
     layers, device = state.shape[0], state.device
     held = [(0, 0, 0) if tensor is None else
             (tensor.data_ptr(), tensor.stride(0) * tensor.element_size(), tensor.stride(1))
-            for tensor in (state, x_ring, B_ring, dt_ring, A, state_scale)]
+            for tensor in (state, x_ring, B_ring, dt_ring, state_scale)]
     key = (device, layers, *held)
-    if key in _known_tables:
-        return _known_tables[key]
     layer = torch.arange(layers, device=device)  # computed there: a copy from the host would wait for the device
-    columns = [column for base, step, slot in held
-               for column in (layer * step + base, torch.full((layers,), slot, dtype=torch.int64, device=device))]
-    del columns[9]  # A has no slots
-    # what a capture allocates belongs to its graph
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        _known_tables[key] = tuple(columns)
-    return tuple(columns)
+    columns = _known_tables.get(key)
+    if columns is None:
+        columns = tuple(column for base, step, slot in held
+                        for column in (layer * step + base, torch.full_like(layer, slot)))
+        # what a capture allocates belongs to its graph
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            _known_tables[key] = columns
+    # A is a step's own, a tensor anew each time
+    return *columns[:8], layer * (A.stride(0) * A.element_size()) + A.data_ptr(), *columns[8:]

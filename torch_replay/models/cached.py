@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..ops.rounding import bits, round_state
 from ..replay_context import ReplayContext
 from .layers import decay_rates, rope_rows
 
@@ -47,7 +48,7 @@ class Batch:
     windows: dict[str, int] = field(default_factory=dict)  # by family that replays: W or 0, see `ReplayContext.windows`
     attn: dict[str, AttnMetadata] = field(default_factory=dict)  # by KV kind
     engram: Optional[list[tuple[Tensor, Tensor]]] = None  # by engram layer, see graphs/engram.py
-    decay_rates: list[Tensor] = field(default_factory=list)  # by Mamba-2 layer, in decode steps, A [H]
+    decay_rates: list[Tensor] = field(default_factory=list)  # by Mamba-2 layer, A [H], which the forward fills in
     allocate: Callable[..., Tensor] = fresh_tensor  # makes what is written for the step
     tail: Optional["TailBatch"] = None  # decoder-side replay, in steps that drop tokens
 
@@ -69,7 +70,7 @@ def forward_hidden(model, memory, batch: Batch, prefill: bool) -> Tensor:
     """
     rope = rope_rows(model.rope, batch.positions.view(batch.input_ids.shape))
     x = model.embedding(batch.input_ids)
-    if not prefill and (mixers := [layer.mixer for layer in model.layers if layer.kind == "mamba2"]):
+    if mixers := [layer.mixer for layer in model.layers if layer.kind == "mamba2"]:
         batch.decay_rates = decay_rates(mixers)
     layers = list(zip(model.layers, memory.place))
     if batch.tail is None:
@@ -124,7 +125,7 @@ def _decode_mamba2(mixer, states, place, h, batch):
     else:
         rings = (ring[place] for ring in states.rings)
         y = ops.mamba2_replay(states.state[place], *rings, *states.cursors(place), *inputs,
-                              window=batch.windows["mamba2"])
+                              **states.rounding(place), window=batch.windows["mamba2"])
     return mixer.output(y)
 
 
@@ -137,8 +138,8 @@ def _decode_gdn(mixer, states, place, h, batch):
         o = ops.gdn_update(states.state[place], *inputs, batch.token_slots["gdn"], **how)
     else:
         rings = (ring[place] for ring in states.rings)
-        o = ops.gdn_replay(states.state[place], *rings, *states.cursors(place), *inputs, window=batch.windows["gdn"],
-                           **how)
+        o = ops.gdn_replay(states.state[place], *rings, *states.cursors(place), *inputs, **states.rounding(place),
+                           window=batch.windows["gdn"], **how)
     return mixer.output(o, z)
 
 
@@ -179,15 +180,24 @@ def _real_tokens(h, batch):
 
 def _initial_state(states, place, batch):
     """State [B, ...] that a chunk starts from: zero at a prompt's first chunk, whatever the slot holds."""
-    began = (batch.first > 0).view(-1, 1, 1, 1)
-    return torch.where(began, states.state[place, batch.state_slots[states.family].long()].float(), 0.0)
+    began, slots = (batch.first > 0).view(-1, 1, 1, 1), batch.state_slots[states.family].long()
+    found = states.state[place, slots].float()
+    if states.state_scale is not None:
+        found = found * states.state_scale[place, slots].unsqueeze(-1)
+    return torch.where(began, found, 0.0)
 
 
 def _store_state(states, place, final, batch):
-    """Hands the state over as the new checkpoint; rows of padding leave the null slot as it is."""
-    slots = batch.state_slots[states.family].long()
-    old = states.state[place, slots]
-    _write_slots(states.state, place, slots, torch.where((slots > 0).view(-1, 1, 1, 1), final.to(old.dtype), old))
+    """Hands the state over as the new checkpoint, rounded to nearest; rows of padding leave the null slot as it is."""
+    slots, dtype = batch.state_slots[states.family].long(), states.state.dtype
+    real, old = (slots > 0).view(-1, 1, 1, 1), states.state[place, slots]
+    rounded, scales = round_state(dtype, slots, final, states.state_scale is not None, None, 0)
+    if scales is not None:
+        kept = torch.where(real[..., 0], scales, states.state_scale[place, slots])
+        _write_slots(states.state_scale, place, slots, kept)
+    # as integers: there is no `where` of float8
+    stored = torch.where(real, rounded.view(bits(dtype)), old.view(bits(dtype)))
+    _write_slots(states.state, place, slots, stored.view(dtype))
 
 
 def _write_slots(pool, place, slots, values):
