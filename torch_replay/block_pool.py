@@ -127,6 +127,12 @@ class BlockPool:
             del self._idle[block]
             self._free.append(block)
 
+    def forget(self) -> None:
+        """Forgets all that was published: once nobody holds them, its blocks are handed out like any other."""
+        self._block_of, self._key_of = {}, {}
+        self._free.extend(self._idle)
+        self._idle = {}
+
     def _evict(self) -> int:
         block = next(iter(self._idle))
         del self._idle[block]

@@ -52,6 +52,9 @@ class Engine:
     drafts when `num_spec` > 0; prompt lookup by default. Greedy text and sampled text alike do not depend on what else
     runs, on chunking, on preemption or on drafts: sampling draws from (seed, position) alone.
 
+    Weights may be changed in place between steps (`parameter.copy_`, `load_state_dict`): steps derive all they need
+    from the parameters each time. Call `reset_prefix_cache` afterwards, for what was computed before is of the old weights.
+
     agreement: for one of several ranks, each an engine with requests of its own, over the same model. All call `step`
     for as long as `has_work`, which then is until no rank has any, or `generate`, with prompts or without.
     """
@@ -225,6 +228,13 @@ class Engine:
                 self._finish(stream.request, "abort")
         gone = set(streams)
         self._outputs = [pair for pair in self._outputs if pair[0] not in gone]
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all prefixes, as is right once the model's weights have changed: no later request takes over what was
+        computed before. Requests that are running go on from their present memory, and publish nothing more. Waits for
+        nothing; without a prefix cache there is nothing to do. Ranks call it each for themselves.
+        """
+        self.scheduler.reset_prefix_cache()
 
     def abort(self, request_id: str) -> bool:
         """Ends a request; False if there is none of that id. The next outputs have its tokens and text so far, with

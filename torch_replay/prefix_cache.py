@@ -73,6 +73,11 @@ class PrefixCache:
         pools = [*self.full_pools.values(), *([self.snapshots] if self.snapshots else [])]
         return sum(pool.evictions for pool in pools)
 
+    def forget(self) -> None:
+        """Forgets all that was published; `Scheduler.reset_prefix_cache` says what that asks of running requests."""
+        for pool in [*self.full_pools.values(), *([self.snapshots] if self.snapshots else [])]:
+            pool.forget()
+
     def lookup(self, request: Request) -> Hit:
         """The longest boundary that the request can take over; it leaves at least one token to compute."""
         if request.params.prompt_logprobs:
@@ -140,6 +145,8 @@ class PrefixCache:
             return
         # of a plan that was given up; those up to `start` belong to a step that is under way
         self._let_go(request, [edge for edge in request.snapshots if edge > start])
+        if request.private:
+            return
         size = self.state_block_size
         for edge in range(start // size * size + size, end + 1, size):
             if edge <= request.hit_tokens or (prefilling and edge < end):
@@ -158,6 +165,14 @@ class PrefixCache:
         stay. The snapshot is the one at the last edge that the step reached, the rule by which `ops.ring_commit` plans.
         """
         after = request.num_computed
+        if not request.private:
+            self._publish(request, before, after, drafts)
+        if under_way:
+            self._let_go(request, [edge for edge in request.snapshots if edge <= after])
+        else:
+            self.drop(request)
+
+    def _publish(self, request: Request, before: int, after: int, drafts: list[int]) -> None:
         if before // self.key_step < after // self.key_step:
             extend_keys(request.prefix_keys, request.tokens + drafts, self.key_step, request.cache_salt)
         for name, pool in self.full_pools.items():
@@ -172,10 +187,6 @@ class PrefixCache:
             if published and edge > len(request.prompt_ids):
                 request.output_edges.append(edge)
                 self._thin_out(request)
-        if under_way:
-            self._let_go(request, [edge for edge in request.snapshots if edge <= after])
-        else:
-            self.drop(request)
 
     def _thin_out(self, request: Request) -> None:
         """Withdraws the snapshots in the request's output that its next turn has no use for: those below the one where

@@ -96,7 +96,7 @@ class Request:
     `prefix_cache`. hit_tokens: H, the boundary up to which the request took over what others computed. replay_start:
     first position that its sliding windows may look at, 0: all. source: snapshot that its state starts from, snapshots:
     those that this step may publish, by the edge they stand at; both are held for one step only. output_edges: where it
-    published snapshots beyond its prompt that are still wanted.
+    published snapshots beyond its prompt that are still wanted. private: publishes nothing until it is computed anew.
 
     Raises TypeError or ValueError for an id or salt that is no text and for prompt ids that are no token ids.
     """
@@ -123,6 +123,7 @@ class Request:
     source: int = 0
     snapshots: dict[int, int] = field(default_factory=dict)
     output_edges: list[int] = field(default_factory=list)
+    private: bool = False
     prompt_logprobs: list[float] = field(default_factory=list)
 
     def __post_init__(self):

@@ -203,6 +203,15 @@ class Scheduler:
         if self.prefix is not None and request.index >= 0:  # a callback may have aborted it meanwhile
             self.prefix.settle(request, request.num_computed - count, drafts or [], under_way=bool(ahead))
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets every published block and snapshot. Requests that are running keep what they hold and go on, but as
+        that stays part of all they compute from now on, they publish nothing more, unless they are put back to wait
+        and computed anew."""
+        if self.prefix is not None:
+            for request in self.running:
+                request.private = True
+            self.prefix.forget()
+
     def expect(self, request: Request) -> None:
         """Counts the one token of a decode step that is under way, so that the step after it can be scheduled. The call
         of `advance` that follows does not count it again."""
@@ -358,6 +367,7 @@ class Scheduler:
         """Nothing of the request is computed, and it holds nothing."""
         request.index, request.tables, request.source, request.snapshots = -1, {name: [] for name in self.pools}, 0, {}
         request.num_computed = request.replay_start = request.hit_tokens = request.pending = 0
+        request.private = False
         request.prompt_logprobs.clear()
         request.prefix_keys.clear()  # a failed step may have named tokens that the request never got
 
