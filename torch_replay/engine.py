@@ -53,7 +53,7 @@ class Engine:
     runs, on chunking, on preemption or on drafts: sampling draws from (seed, position) alone.
 
     Weights may be changed in place between steps (`parameter.copy_`, `load_state_dict`): steps derive all they need
-    from the parameters each time. Call `reset_prefix_cache` afterwards, for what was computed before is of the old weights.
+    from the parameters each time. Call `reset_prefix_cache` then, for what was computed before is of the old weights.
 
     agreement: for one of several ranks, each an engine with requests of its own, over the same model. All call `step`
     for as long as `has_work`, which then is until no rank has any, or `generate`, with prompts or without.
