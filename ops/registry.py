@@ -53,10 +53,15 @@ class Op:
     flashinfer: Optional[str] = None
     inline_on_cpu: bool = False
     overridden: set[str] = field(default_factory=set)
+    cursor_dims: Optional[int] = None
     written: tuple[int, ...] = ()  # places of `mutates` among the arguments
+    cursors: tuple[int, ...] = ()  # places of the cursors
 
     def __post_init__(self):
-        self.written = tuple(place for place, name in enumerate(self.signature.parameters) if name in self.mutates)
+        names = list(self.signature.parameters)
+        self.written = tuple(names.index(name) for name in self.mutates)
+        if self.cursor_dims is not None:
+            self.cursors = tuple(names.index(name) for name in ("ring_start", "ring_committed"))
 
     def kernel(self, device: str) -> Callable:
         found = self.kernels[device]
@@ -73,6 +78,7 @@ def register(
     mutates: tuple[str, ...] = (),
     check_values: Optional[Callable] = None,
     inline_on_cpu: bool = False,
+    cursor_dims: Optional[int] = None,
 ) -> Callable:
     """Decorator that registers an op and returns its Python wrapper.
 
@@ -90,6 +96,8 @@ def register(
             that can be a slice of a larger one, or read one that the same graph writes by index: Inductor would copy
             all of it at every call. The body writes a message (`fail`) after a check has failed, not before
             (`require`): a size in a string becomes a constant of the graph. See `inlining`.
+        cursor_dims: dimensions of the ring_start and ring_committed that the body and the kernels take, 1: [S], or
+            2: [G, S]. Callers may give either; [S] stands for one group.
 
     A CUDA kernel runs with the device of the op's first CUDA tensor as the current one.
 
@@ -104,7 +112,7 @@ def register(
         schema = name + torch.library.infer_schema(body, mutates_args=mutates)
         kernels = {"cpu": cpu, "cuda": cuda or cpu}
         op = Op(name, schema, mutates, body, inspect.signature(body), check_values, kernels,
-                flashinfer=flashinfer, inline_on_cpu=inline_on_cpu)
+                flashinfer=flashinfer, inline_on_cpu=inline_on_cpu, cursor_dims=cursor_dims)
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
         _LIBRARY.impl(name, _implementation(op, "cpu"), "CPU")
         _LIBRARY.impl(name, _implementation(op, "cuda"), "CUDA")
@@ -131,6 +139,7 @@ def _implementation(op: Op, device: str) -> Callable:
                     return run(*args, **kwargs)
         if torch.is_grad_enabled():
             _refuse_gradients(op, args, kwargs)
+        args = _shape_cursors(op, args)
         out = op.body(*args, **kwargs)
         args = keep_apart(op, args)
         results = {} if out is None else {"out": out}
@@ -159,9 +168,23 @@ def _fake(op: Op) -> Callable:
     def run(*args, **kwargs):
         if torch.is_grad_enabled():
             _refuse_gradients(op, args, kwargs)
-        return op.body(*args, **kwargs)
+        return op.body(*_shape_cursors(op, args), **kwargs)
 
     return run
+
+
+def _shape_cursors(op: Op, args: tuple) -> tuple:
+    """The arguments, cursors as views of `cursor_dims` dimensions. What is neither [S] nor [G, S] the body refuses."""
+    if all(args[place] is None or args[place].dim() == op.cursor_dims for place in op.cursors):
+        return args
+    args = list(args)
+    for place in op.cursors:
+        cursor = args[place]
+        if cursor is not None and op.cursor_dims == 2 and cursor.dim() == 1:
+            args[place] = cursor.unsqueeze(0)
+        elif cursor is not None and op.cursor_dims == 1 and cursor.dim() == 2 and cursor.shape[0] == 1:
+            args[place] = cursor.squeeze(0)
+    return tuple(args)
 
 
 def _without_autocast(op: Op) -> Callable:

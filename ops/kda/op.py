@@ -63,7 +63,7 @@ def _replay_values(state, u_ring, k_ring, g_ring, ring_start, ring_committed, q,
 
 
 @register(mutates=("state", "u_ring", "k_ring", "g_ring", "state_scale"), cpu=naive.kda_replay,
-          cuda="torch_replay.ops.kda.kernels", check_values=_replay_values)
+          cuda="torch_replay.ops.kda.kernels", check_values=_replay_values, cursor_dims=1)
 def kda_replay(
     state: Tensor,
     u_ring: Tensor,
@@ -97,7 +97,7 @@ def kda_replay(
         u_ring: [S, HV, R, V] corrected updates, k_ring: [S, H, R, K] keys as used (normalised if l2norm), g_ring:
             [S, HV, R, K] float32 log decay per token and channel. Mutated: the row's real tokens are appended,
             accepted or not. Keys and updates are rounded to the ring's dtype before this step uses them.
-        ring_start, ring_committed: [S] int32, oldest live ring row and number of live rows. Read only.
+        ring_start, ring_committed: [S] or [1, S] int32, oldest live ring row and number of live rows. Read only.
         q, k: [B, T, H, K]. v: [B, T, HV, V]. a: [B, T, HV, K] raw decay. b: [B, T, HV] raw beta. Any strides.
         A_log: [HV]. dt_bias: [HV, K].
         slots: [B], slot of each row; 0 is a padded row. query_lens: [B] real tokens a row in [0, T]; None: T.

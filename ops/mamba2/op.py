@@ -53,7 +53,7 @@ def _replay_values(state, x_ring, B_ring, dt_ring, ring_start, ring_committed, x
 
 @register(mutates=("state", "x_ring", "B_ring", "dt_ring", "state_scale"), cpu=naive.mamba2_replay,
           cuda="torch_replay.ops.mamba2.kernels", flashinfer="torch_replay.ops.mamba2.flashinfer",
-          check_values=_replay_values)
+          check_values=_replay_values, cursor_dims=1)
 def mamba2_replay(
     state: Tensor,
     x_ring: Tensor,
@@ -87,7 +87,7 @@ def mamba2_replay(
             Mutated, for flushing rows only.
         x_ring: [S, H, R, P], B_ring: [S, Gr, R, N], dt_ring: [S, H, R] float32 (processed dt). Mutated: the row's q
             tokens are appended, accepted or not.
-        ring_start, ring_committed: [S] int32, oldest live ring row and number of live rows. Read only.
+        ring_start, ring_committed: [S] or [1, S] int32, oldest live ring row and number of live rows. Read only.
         x: [B, T, H, P]. dt: [B, T, H] raw. A: [H] float32, negative. B, C: [B, T, Gr, N]. D, dt_bias: [H] or None.
         z: [B, T, H, P] gate or None. Any strides.
         slots: [B], slot of each row; 0 is a padded row. query_lens: [B] real tokens q a row in [0, T]; None: T.

@@ -91,7 +91,7 @@ def _mamba2_values(state, ring_start, ring_committed, x, dt, A, B, C, D, z, dt_b
 
 
 @register(mutates=("state", "ring_start", "ring_committed", "state_scale"), cpu=naive.mamba2_prefill,
-          check_values=_mamba2_values)
+          check_values=_mamba2_values, cursor_dims=1)
 def mamba2_prefill(
     state: Tensor,
     ring_start: Tensor,
@@ -122,7 +122,7 @@ def mamba2_prefill(
     Args:
         state: [S, H, P, N] checkpoints, float32, bfloat16, float16, or float8_e4m3fn / int8 with `state_scale`.
             Mutated: of rows with tokens, the state after the last one.
-        ring_start, ring_committed: [S] int32 cursors. Mutated: 0, 0 for rows with tokens.
+        ring_start, ring_committed: [S] or [1, S] int32 cursors. Mutated: 0, 0 for rows with tokens.
         x: [B, T, H, P]. dt: [B, T, H] raw. A: [H] float32, negative. B, C: [B, T, Gr, N]. D, dt_bias: [H] or None.
         z: [B, T, H, P] gate or None. Any strides.
         slots: [B], slot of each row; 0 is a padded row, which writes nothing.
@@ -181,7 +181,7 @@ def _gdn_values(state, ring_start, ring_committed, q, k, v, a, b, A_log, dt_bias
 
 
 @register(mutates=("state", "ring_start", "ring_committed", "state_scale"), cpu=naive.gdn_prefill,
-          check_values=_gdn_values)
+          check_values=_gdn_values, cursor_dims=1)
 def gdn_prefill(
     state: Tensor,
     ring_start: Tensor,
@@ -234,7 +234,7 @@ def _kda_values(state, ring_start, ring_committed, q, k, v, a, b, A_log, dt_bias
 
 
 @register(mutates=("state", "ring_start", "ring_committed", "state_scale"), cpu=naive.kda_prefill,
-          check_values=_kda_values)
+          check_values=_kda_values, cursor_dims=1)
 def kda_prefill(
     state: Tensor,
     ring_start: Tensor,

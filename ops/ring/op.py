@@ -54,7 +54,7 @@ def gather_block_tables(block_tables: Tensor, request_tables: Tensor, idx_mappin
 
 
 @register(mutates=("ring_start", "ring_committed"), cpu=naive.ring_reset,
-          cuda="torch_replay.ops.ring.kernels", check_values=reset_values)
+          cuda="torch_replay.ops.ring.kernels", check_values=reset_values, cursor_dims=2)
 def ring_reset(
     ring_start: Tensor,
     ring_committed: Tensor,
@@ -71,7 +71,7 @@ def ring_reset(
     (1 to 2 and 2 to 3) and swaps in one call work. Checkpoint and ring rows must be copied along (`copy_slots`).
 
     Args:
-        ring_start, ring_committed: [G, S] int32. Mutated: destination slots.
+        ring_start, ring_committed: [G, S] int32, or [S] with one group. Mutated: destination slots.
         block_tables: [G, B, C].
         src_cols, dst_cols: [reqs].
         idx_mapping: [B] or None.
@@ -89,7 +89,7 @@ def ring_reset(
 
 
 @register(mutates=("ring_start", "ring_committed", "src_slots", "dst_slots", "plan_start", "plan_count"),
-          cpu=naive.ring_commit, cuda="torch_replay.ops.ring.kernels", check_values=commit_values)
+          cpu=naive.ring_commit, cuda="torch_replay.ops.ring.kernels", check_values=commit_values, cursor_dims=2)
 def _ring_commit(
     ring_start: Tensor,
     ring_committed: Tensor,
@@ -130,7 +130,8 @@ def _ring_commit(
       with edge == after: past the edge there is no plan, and the live slot keeps its rows.
 
     Args:
-        ring_start, ring_committed: [G, S] int32 cursors. Mutated: live, touched and published slots.
+        ring_start, ring_committed: [G, S] int32 cursors, or [S] with one group. Mutated: live, touched and published
+            slots.
         src_slots, dst_slots, plan_start, plan_count: [G, B] int32, arguments of a materialise op. Mutated, every
             element; without a snapshot 0, 0, 0, -1.
         block_tables: [G, B, C] slots.
