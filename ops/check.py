@@ -96,6 +96,11 @@ def require_none(op: str, argument: str, values: Tensor, wrong: Tensor, expected
         fail(op, argument, f"{values[wrong].flatten()[0].item():.4g} in places", expected)
 
 
+def require_negative_rates(op: str, A: Tensor) -> None:
+    """A of Mamba-2, on a CPU: given A_log by mistake, states would grow without an error."""
+    require_none(op, "A", A, A >= 0, "negative rates (-exp(A_log), not A_log)")
+
+
 def require_distinct_slots(op: str, argument: str, slots: Tensor) -> None:
     """No slot other than the null slot 0 appears twice: two rows would write one slot. For CPU tensors only."""
     used = [slot for slot in slots.reshape(-1).tolist() if slot > 0]

@@ -7,7 +7,7 @@ from harness import assert_close, assert_refused, call, check_sample, named
 
 from torch_replay.ops import mamba2_replay
 from torch_replay.ops.mamba2 import naive
-from torch_replay.ops.registry import override_kernel
+from torch_replay.ops.registry import OPS, override_kernel
 from torch_replay.ops.samples import samples
 
 OP_NAMES = ("mamba2_replay", "mamba2_update", "mamba2_materialize")
@@ -170,6 +170,18 @@ def test_bad_input(change, message):
     arguments = named("mamba2_replay", *samples("mamba2_replay")[1].make())
     arguments.update(change)
     assert_refused(mamba2_replay, arguments, message)
+
+
+@pytest.mark.parametrize("op", ["mamba2_replay", "mamba2_update", "mamba2_materialize"])
+def test_rates_are_negative(op):
+    """A_log given for A, or one rate of zero, is refused; NaN passes, for it shows in what comes out."""
+    arguments = named(op, *samples(op)[0].make())
+    one = arguments["A"].clone()
+    one[..., -1] = 0.0
+    for wrong in (-arguments["A"], one):
+        assert_refused(OPS[op].wrapper, {**arguments, "A": wrong},
+                       rf"{op}: A is \S+ in places, expected negative rates \(-exp\(A_log\), not A_log\)")
+    OPS[op].wrapper(**{**arguments, "A": arguments["A"] * torch.nan})
 
 
 def test_wrong_types():

@@ -266,7 +266,8 @@ def warm_up_materializer(contexts: Union[ReplayContext, Iterable[ReplayContext]]
         if signature not in done:
             done.add(signature)
             launches += 1
-            A = torch.zeros(len(context.layers), context.spec.heads, dtype=torch.float32, device=context.state.device)
+            A = torch.full((len(context.layers), context.spec.heads), -1.0, dtype=torch.float32,
+                           device=context.state.device)
             plan = list(torch.zeros_like(context.plan).unbind())
             context.materialize([*plan[:3], plan[3].fill_(-1)], torch.full_like(context.live_cols, -1),
                                 A if context.family == "mamba2" else None)

@@ -27,6 +27,7 @@ from ..check import (
     check_scale_and_seed,
     check_update_values,
     require,
+    require_negative_rates,
 )
 from ..registry import register
 from . import naive
@@ -49,6 +50,7 @@ def _check_inputs(shapes: Shapes, x, dt, A, B, C, D, z, dt_bias, slots, query_le
 def _replay_values(state, x_ring, B_ring, dt_ring, ring_start, ring_committed, x, dt, A, B, C, D, z, dt_bias, slots,
                    query_lens=None, *args, **kwargs) -> None:
     check_row_values("mamba2_replay", state, x_ring.shape[2], ring_start, ring_committed, x.shape[1], slots, query_lens)
+    require_negative_rates("mamba2_replay", A)
 
 
 @register(mutates=("state", "x_ring", "B_ring", "dt_ring", "state_scale"), cpu=naive.mamba2_replay,
@@ -102,8 +104,8 @@ def mamba2_replay(
         y: [B, T, H, P] in x's dtype; 0 for padded rows and for tokens from q on.
 
     Raises:
-        ValueError: shapes, dtypes, T > W, R < W + T; on a CPU also slots, lengths and cursors out of range and slots
-            named twice.
+        ValueError: shapes, dtypes, T > W, R < W + T; on a CPU also slots, lengths and cursors out of range, slots
+            named twice, and an A that is not negative.
     """
     shapes = Shapes("mamba2_replay")
     shapes("state", state, "S H P N", FLOAT + EIGHT_BIT)
@@ -120,6 +122,7 @@ def mamba2_replay(
 
 def _update_values(state, x, dt, A, B, C, D, z, dt_bias, slots, query_lens=None, token_slots=None, **kwargs) -> None:
     check_update_values("mamba2_update", state, x.shape[1], slots, query_lens, token_slots)
+    require_negative_rates("mamba2_update", A)
 
 
 @register(mutates=("state",), cpu=naive.mamba2_update, cuda="torch_replay.ops.mamba2.kernels",
@@ -155,7 +158,8 @@ def mamba2_update(
         y: [B, T, H, P] in x's dtype; 0 for padded rows and for tokens from query_lens on.
 
     Raises:
-        ValueError: shapes and dtypes; on a CPU also slots out of range, written twice, or both read and written.
+        ValueError: shapes and dtypes; on a CPU also slots out of range, written twice, or both read and written, and an
+            A that is not negative.
     """
     shapes = Shapes("mamba2_update")
     shapes("state", state, "S H P N", FLOAT)
@@ -166,6 +170,7 @@ def mamba2_update(
 
 def _materialize_values(state, x_ring, B_ring, dt_ring, A, *plan, **kwargs) -> None:
     check_materialize_values("mamba2_materialize", state, x_ring.shape[3], *plan[:6])
+    require_negative_rates("mamba2_materialize", A)
 
 
 @register(mutates=("state", "state_scale"), cpu=naive.mamba2_materialize, cuda="torch_replay.ops.mamba2.kernels",
@@ -192,7 +197,7 @@ def mamba2_materialize(
     Args:
         state: [L, S, H, P, N], dtypes as in `mamba2_replay`. Mutated: destination slots.
         x_ring: [L, S, H, R, P], B_ring: [L, S, Gr, R, N], dt_ring: [L, S, H, R] float32. Read only.
-        A: [L, H] float32.
+        A: [L, H] float32, negative.
         src_slots, dst_slots, ring_start, count: [G, B]. count rows from ring_start are folded; 0 copies exactly (the
             scale too), -1 skips. A null slot (0) on either side skips. src == dst works.
         layer_group: [L], group of each layer. active_rows: [B], the batch rows to treat; the first -1 ends the list.
@@ -201,8 +206,9 @@ def mamba2_materialize(
         philox_rounds: 0 rounds to nearest.
 
     Raises:
-        ValueError: shapes and dtypes; on a CPU also a count, slot or row out of range, a row listed twice, and a
-            destination that is another row's source or destination (on a GPU that is the caller's error).
+        ValueError: shapes and dtypes; on a CPU also a count, slot or row out of range, a row listed twice, an A that is
+            not negative, and a destination that is another row's source or destination (on a GPU that is the caller's
+            error).
     """
     shapes = Shapes("mamba2_materialize")
     shapes("state", state, "L S H P N", FLOAT + EIGHT_BIT)

@@ -87,7 +87,7 @@ def _mamba2_values(state, ring_start, ring_committed, x, dt, A, B, C, D, z, dt_b
                    has_state=None, query_start_loc=None, *args, max_query_len=None, **kwargs) -> None:
     _check_states("mamba2_prefill", state, ring_committed, slots, has_state, x, slots, query_lens, query_start_loc,
                   max_query_len)
-    check.require_none("mamba2_prefill", "A", A, A >= 0, "negative rates (-exp(A_log), not A_log)")
+    check.require_negative_rates("mamba2_prefill", A)
 
 
 @register(mutates=("state", "ring_start", "ring_committed", "state_scale"), cpu=naive.mamba2_prefill,

@@ -26,7 +26,7 @@ def _final_state(values: Tensor, state_shape: tuple) -> Tensor:
 
 
 def _ssd_values(x, dt, A, B, C, initial_state=None) -> None:
-    check.require_none("ssd_prefill", "A", A, A >= 0, "negative rates (-exp(A_log), not A_log)")
+    check.require_negative_rates("ssd_prefill", A)
     check.require_none("ssd_prefill", "dt", dt, dt < 0, "processed steps, 0 or more (mamba2_prefill takes raw dt)")
 
 
