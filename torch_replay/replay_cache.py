@@ -242,7 +242,7 @@ class ReplayCache:
         history = self.conv_width - 1 if self.conv_ring is not None else None
         exported = ops.ring_export(self._pool(), slot, position=position, conv_history=history)
         rates = {"A": self.A.clone()} if self.family == "mamba2" else {}  # what folds the rows of its ring
-        return exported | rates | {"position": torch.tensor([position])}
+        return exported | rates | {"position": torch.tensor([position], dtype=torch.int64)}
 
     def restore(self, slot: int, exported: dict[str, Tensor]) -> None:
         """Makes a slot's sequence the one that `export` gave. Raises ValueError, having written nothing, where it does
@@ -277,7 +277,8 @@ class ReplayCache:
         fold(state, *rings, *rates, one, 2 * one, self.ring_start[:, slot, None],
              self.ring_committed[:, slot, None], self.layer_group, one[0] * 0, scale)
         values = state[:, 2].float() * (1 if scale is None else scale[:, 2].unsqueeze(-1))
-        result = {"state": values.mT.contiguous() if layout == "kv" else values, "position": torch.tensor([position])}
+        result = {"state": values.mT.contiguous() if layout == "kv" else values,
+                  "position": torch.tensor([position], dtype=torch.int64)}
         if self.conv_ring is not None:
             at = torch.arange(position - self.conv_width + 1, position, device=state.device)
             inputs = self.conv_ring[:, slot][..., at % self.conv_ring.shape[-1]]

@@ -28,6 +28,7 @@ from ..check import (
     check_update_values,
     require,
     require_negative_rates,
+    require_none,
 )
 from ..registry import register
 from . import naive
@@ -170,7 +171,8 @@ def mamba2_update(
 
 def _materialize_values(state, x_ring, B_ring, dt_ring, A, *plan, **kwargs) -> None:
     check_materialize_values("mamba2_materialize", state, x_ring.shape[3], *plan[:6])
-    require_negative_rates("mamba2_materialize", A)
+    # rates of zero: those of a layer that has not run yet, whose rows nothing folds
+    require_none("mamba2_materialize", "A", A, A > 0, "negative rates (-exp(A_log), not A_log)")
 
 
 @register(mutates=("state", "state_scale"), cpu=naive.mamba2_materialize, cuda="torch_replay.ops.mamba2.kernels",
@@ -206,9 +208,8 @@ def mamba2_materialize(
         philox_rounds: 0 rounds to nearest.
 
     Raises:
-        ValueError: shapes and dtypes; on a CPU also a count, slot or row out of range, a row listed twice, an A that is
-            not negative, and a destination that is another row's source or destination (on a GPU that is the caller's
-            error).
+        ValueError: shapes and dtypes; on a CPU also a positive A, a count, slot or row out of range, a row listed
+            twice, and a destination that is another row's source or destination (on a GPU that is the caller's error).
     """
     shapes = Shapes("mamba2_materialize")
     shapes("state", state, "L S H P N", FLOAT + EIGHT_BIT)
