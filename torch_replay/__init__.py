@@ -20,13 +20,15 @@ _LAZY = {
     "ReplayModelState": "model_state", "SpecializedDecodeModelState": "specialized_decode",
     "HybridConfig": "models", "HybridModel": "models", "StepAgreement": "parallel", "RankFailure": "parallel",
 }
-__all__ = ["ops", "set_backend", *_LAZY]
+__all__ = ["nn", "ops", "set_backend", *_LAZY]
 
 
 def __getattr__(name: str):
     """Engine and models are imported on first use: the ops alone cost no more than torch itself."""
-    if name in _LAZY:
+    if name in _LAZY or name == "nn":
         import importlib
 
+        if name == "nn":
+            return importlib.import_module(".nn", __name__)
         return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
