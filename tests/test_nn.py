@@ -12,7 +12,7 @@ HIDDEN, WIDTH = 12, 4
 LAYERS = {
     "mamba2": lambda: Mamba2Mixer(HIDDEN, heads=4, head_dim=6, state_dim=5, groups=2),
     "mamba2_limits": lambda: Mamba2Mixer(HIDDEN, heads=4, head_dim=6, state_dim=5, groups=2, use_bias=True,
-                                         time_step_limit=(0.02, 0.05), norm_groups=2),
+                                         time_step_limit=(0.02, 0.05), norm_groups=1),
     "gdn": lambda: GatedDeltaNet(HIDDEN, heads=4, value_dim=6, key_dim=5, key_heads=2),
     "kda": lambda: KimiDeltaAttention(HIDDEN, heads=3, head_dim=6),
 }
@@ -84,7 +84,7 @@ def plain_kda(layer, x):
     q, k, v = (conv(project(x), conv1d.weight).view(len(x), 3, 6) for project, conv1d in (
         (layer.q_proj, layer.q_conv1d), (layer.k_proj, layer.k_conv1d), (layer.v_proj, layer.v_conv1d)))
     a = layer.f_b_proj(layer.f_a_proj(x)) + layer.dt_bias
-    g = -torch.exp(layer.A_log)[:, None] * F.softplus(a).view(len(x), 3, 6)
+    g = -torch.exp(layer.A_log.view(3, 1)) * F.softplus(a).view(len(x), 3, 6)
     o = delta(unit(q), unit(k), v, g, torch.sigmoid(layer.b_proj(x)))
     gate = torch.sigmoid(layer.g_b_proj(layer.g_a_proj(x))).view(len(x), 3, 6)
     return layer.o_proj((rms(o, layer.o_norm.eps) * layer.o_norm.weight * gate).flatten(1))
@@ -173,26 +173,49 @@ def test_names():
     assert torch_replay.nn.GatedDeltaNet is GatedDeltaNet
 
 
-@torch.no_grad()
-def test_transformers_layers():
-    """With the same parameters transformers' own Mamba-2 and Qwen3-Next layers give the same, if they are installed."""
-    transformers = pytest.importorskip("transformers")
-    from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer as TheirMamba2
-    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+def theirs(name):
+    """transformers' layer of the same sizes and how its parameters are called."""
+    import transformers
 
-    mamba2 = transformers.Mamba2Config(hidden_size=HIDDEN, num_heads=4, head_dim=6, state_size=5, n_groups=2, expand=2,
-                                       conv_kernel=WIDTH, chunk_size=8, layer_norm_epsilon=1e-5)
-    qwen = transformers.Qwen3NextConfig(hidden_size=HIDDEN, linear_num_value_heads=4, linear_num_key_heads=2,
-                                        linear_key_head_dim=5, linear_value_head_dim=6, linear_conv_kernel_dim=WIDTH,
-                                        rms_norm_eps=1e-6)
+    if name == "mamba2":
+        from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer as Layer
+        config = transformers.Mamba2Config(hidden_size=HIDDEN, num_heads=4, head_dim=6, state_size=5, n_groups=2,
+                                           expand=2, conv_kernel=WIDTH, chunk_size=8, layer_norm_epsilon=1e-5)
+    elif name == "gdn":
+        from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet as Layer
+        config = transformers.Qwen3NextConfig(hidden_size=HIDDEN, linear_num_value_heads=4, linear_num_key_heads=2,
+                                              linear_key_head_dim=5, linear_value_head_dim=6,
+                                              linear_conv_kernel_dim=WIDTH, rms_norm_eps=1e-6)
+    else:
+        kimi = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+        Layer = kimi.KimiLinearDeltaAttention
+        config = kimi.KimiLinearConfig(hidden_size=HIDDEN, linear_num_heads=3, linear_head_dim=6, rms_norm_eps=1e-5,
+                                       linear_conv_kernel_dim=WIDTH)
+    return Layer(config, 0)
+
+
+def renamed(name, weights):
+    """Our parameters as transformers calls them, which keeps those of Kimi-Linear's convolutions and decay elsewhere
+    than the public checkpoint does."""
+    if name != "kda":
+        return weights
+    found = {key: value for key, value in weights.items() if "conv1d" not in key}
+    for key in ("A_log", "dt_bias", "f_a_proj.weight", "f_b_proj.weight"):
+        found[f"forget_gate.{key}"] = found.pop(key)
+    return found | {"conv1d.weight": torch.cat([weights[f"{part}_conv1d.weight"] for part in "qkv"])}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@torch.no_grad()
+def test_transformers_layers(name):
+    """With the same parameters transformers' own layers give the same, if they are installed."""
+    pytest.importorskip("transformers")
+    layer, other = build(name), theirs(name)
+    other.load_state_dict(renamed(name, layer.state_dict()))
     text, slots = torch.randn(1, 13, HIDDEN), torch.tensor([1])
-    for name, theirs in (("mamba2", TheirMamba2(mamba2, 0)), ("gdn", Qwen3NextGatedDeltaNet(qwen, 0))):
-        layer = build(name)
-        theirs.load_state_dict(layer.state_dict())
-        want = theirs.eval()(text)
-        cache = layer.cache(1, slots=1, window=4)
-        found = [layer.prefill(text[:, :8], cache, slots)]
-        for at in range(8, 13):
-            cache.commit()
-            found.append(layer.decode(text[:, at : at + 1], cache, slots))
-        assert_close(name, torch.cat(found, 1), want, 1e-5)
+    cache = layer.cache(1, slots=1, window=4)
+    found = [layer.prefill(text[:, :8], cache, slots)]
+    for at in range(8, 13):
+        cache.commit()
+        found.append(layer.decode(text[:, at : at + 1], cache, slots))
+    assert_close(name, torch.cat(found, 1), other.eval()(text), 1e-5)

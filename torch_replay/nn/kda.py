@@ -10,9 +10,10 @@ from .parts import GatedRMSNorm, Recurrent, decay_rate, short_conv, step_bias
 class KimiDeltaAttention(Recurrent):
     """Projections and short convolutions of q, k, v -> delta rule with a decay by channel -> norm, gate -> o_proj.
 
-    Parameters as in Kimi-Linear: q_proj, k_proj, v_proj, q_conv1d, k_conv1d, v_conv1d, f_a_proj and f_b_proj (the
-    decay, through rank head_dim), b_proj, A_log, dt_bias [heads * head_dim], g_a_proj and g_b_proj (the gate), o_norm,
-    o_proj. The gate is a sigmoid. hidden: model width. heads of head_dim, which keys and values share.
+    Parameters as in the public Kimi-Linear checkpoints: q_proj, k_proj, v_proj, q_conv1d, k_conv1d, v_conv1d, f_a_proj
+    and f_b_proj (the decay, through rank head_dim), b_proj, A_log [1, 1, heads, 1], dt_bias [heads * head_dim],
+    g_a_proj and g_b_proj (the gate, a sigmoid), o_norm, o_proj. hidden: model width. heads of head_dim, which keys and
+    values share.
     """
 
     def __init__(self, hidden: int, heads: int, head_dim: int, conv_width: int = 4, eps: float = 1e-5):
@@ -24,7 +25,7 @@ class KimiDeltaAttention(Recurrent):
         self.f_a_proj, self.g_a_proj = (nn.Linear(hidden, head_dim, bias=False) for _ in "fg")
         self.f_b_proj, self.g_b_proj = (nn.Linear(head_dim, inner, bias=False) for _ in "fg")
         self.b_proj = nn.Linear(hidden, heads, bias=False)
-        self.A_log, self.dt_bias = decay_rate(heads), step_bias(inner)
+        self.A_log, self.dt_bias = decay_rate(1, 1, heads, 1), step_bias(inner)
         self.o_norm = GatedRMSNorm(head_dim, eps, activation=torch.sigmoid)
         self.o_proj = nn.Linear(inner, hidden, bias=False)
 

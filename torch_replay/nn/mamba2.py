@@ -1,5 +1,7 @@
 """The Mamba-2 layer (Dao and Gu, "Transformers are SSMs", 2024) over a `ReplayCache`."""
 
+from typing import Optional
+
 import torch
 from torch import Tensor, nn
 
@@ -12,12 +14,12 @@ class Mamba2Mixer(Recurrent):
 
     Parameters as in transformers' `Mamba2Mixer`: in_proj (z | x, B, C | dt), conv1d, A_log, dt_bias, D, norm, out_proj.
     hidden: model width. H heads of head_dim P, state_dim N, groups of B and C. time_step_limit: bounds of dt.
-    norm_groups: groups that the norm takes by themselves (1 in Mamba-2 models).
+    norm_groups: parts that the norm takes by themselves, by default as many as groups.
     """
 
     def __init__(self, hidden: int, heads: int, head_dim: int, state_dim: int, groups: int = 1, conv_width: int = 4,
                  eps: float = 1e-5, use_bias: bool = False, use_conv_bias: bool = True,
-                 time_step_limit: tuple[float, float] = (0.0, float("inf")), norm_groups: int = 1):
+                 time_step_limit: tuple[float, float] = (0.0, float("inf")), norm_groups: Optional[int] = None):
         super().__init__()
         self.sizes = dict(heads=heads, head_dim=head_dim, state_dim=state_dim, groups=groups)
         self.inner, self.shared, self.conv_width = heads * head_dim, groups * state_dim, conv_width
@@ -28,7 +30,7 @@ class Mamba2Mixer(Recurrent):
         self.conv1d = short_conv(channels, conv_width, use_conv_bias)
         self.A_log, self.dt_bias = decay_rate(heads), step_bias(heads)
         self.D = nn.Parameter(torch.ones(heads))
-        self.norm = GatedRMSNorm(self.inner, eps, before=True, groups=norm_groups)
+        self.norm = GatedRMSNorm(self.inner, eps, before=True, groups=groups if norm_groups is None else norm_groups)
         self.out_proj = nn.Linear(self.inner, hidden, bias=use_bias)
 
     def cache(self, layers: int, slots: int, window: int = 16, tokens: int = 1, **options) -> ReplayCache:

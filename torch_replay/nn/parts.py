@@ -55,9 +55,9 @@ def short_conv(channels: int, width: int, bias: bool = False) -> nn.Conv1d:
     return nn.Conv1d(channels, channels, width, groups=channels, bias=bias)
 
 
-def decay_rate(heads: int) -> nn.Parameter:
-    """A_log [heads], A uniform in 1..16."""
-    return nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
+def decay_rate(*shape: int) -> nn.Parameter:
+    """A_log, A uniform in 1..16."""
+    return nn.Parameter(torch.empty(shape).uniform_(1, 16).log())
 
 
 def step_bias(size: int) -> nn.Parameter:
