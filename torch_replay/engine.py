@@ -21,7 +21,7 @@ from .model_state import DefaultModelState, ReplayModelState
 from .models import HybridModel
 from .output import RequestOutput, Stream
 from .progress import shown
-from .request import Request, SamplingParams
+from .request import Request, SamplingParams, check_token_ids
 from .request_state import RequestState
 from .scheduler import KVGroup, Plan, Scheduler
 from .startup_cache import cache_file, reused
@@ -192,7 +192,8 @@ class Engine:
 
         Raises:
             ValueError: empty prompt, ids outside the vocabulary, a prompt that leaves no room for a token, an id in
-                use, a salt that is no UTF-8. TypeError: text without a tokenizer, a callback that cannot be called.
+                use, a salt that is no UTF-8, stop texts without a tokenizer. TypeError: text without a tokenizer, a
+                prompt that is neither text nor token ids, a callback that cannot be called.
         """
         stream = self._checked(prompt, params, request_id, on_output, cache_salt)
         self._queue([stream])
@@ -208,6 +209,11 @@ class Engine:
         if on_output is not None and not callable(on_output):
             raise TypeError(f"on_output is {on_output!r}, expected something that can be called")
         request = Request(request_id, ids, params, cache_salt=cache_salt)
+        if request.params.stop and self.tokenizer is None:
+            raise ValueError(f"stop is {request.params.stop!r}, expected none: the engine has no tokenizer")
+        for token in request.params.stop_token_ids:
+            if token >= self.model.config.vocab_size:
+                raise ValueError(f"stop_token_ids holds {token}, expected ids in [0, {self.model.config.vocab_size})")
         self.scheduler.check(request)
         return Stream(request, self.tokenizer, on_output)
 
@@ -414,7 +420,7 @@ class Engine:
                 raise TypeError("prompt is str, expected token ids: the engine has no tokenizer")
             ids = self.tokenizer.encode(prompt).ids
         else:
-            ids = [int(token) for token in prompt]
+            ids = check_token_ids("prompt", prompt)
         size = self.model.config.vocab_size
         for token in ids:
             if not 0 <= token < size:
@@ -479,9 +485,10 @@ class Engine:
             if request.index >= 0:
                 self.scheduler.advance(request, accepted, plan.drafts[row][: accepted - 1])
             request.decode_steps += 1
-            request.drafted += len(plan.drafts[row])
-            request.accepted += accepted - 1
-            self.stats.decode_tokens += self._commit(request, result.samples[row][:accepted])
+            kept = self._commit(request, result.samples[row][:accepted])
+            drafts, arrived = len(plan.drafts[row]), max(0, min(accepted - 1, kept))
+            request.drafted, request.accepted = request.drafted + drafts, request.accepted + arrived
+            self.stats.record_tokens(kept, drafts, arrived)
             self.stats.flushes += result.flushed[row]
 
     @staticmethod
@@ -500,7 +507,7 @@ class Engine:
         if request.finished:  # by another's callback
             return 0
         stream, before = self._live[request.id], len(request.output_ids)
-        output = stream.commit(tokens, self.model.config.eos_token_id, self._longest(request), self._outputs)
+        output = stream.commit(tokens, self.model.config.eos_token_ids, self._longest(request), self._outputs)
         if output.finish_reason is not None:
             self._finish(request, output.finish_reason)
         if stream.on_output is not None:

@@ -10,7 +10,10 @@ from .request import Request
 
 @dataclass
 class RequestOutput:
-    """What a step did for one request. `text` and `token_ids` are all of the output so far."""
+    """What a step did for one request. `token_ids` are all of the output so far. `text` is their text, as far as no
+    later token can change it; `new_text` is what it gained. When the request has ended, `text` is what
+    `tokenizer.decode` makes of all tokens but one that ended it, up to a stop text. `seed` draws the same text again.
+    """
 
     id: str
     token_ids: list[int]
@@ -19,6 +22,7 @@ class RequestOutput:
     finish_reason: Optional[str]
     prompt_logprobs: Optional[list[Optional[float]]] = None  # if asked for: by prompt token, None for the first
     error: Optional[str] = None  # what went wrong, where finish_reason is "error"
+    seed: Optional[int] = None
 
 
 class Stream:
@@ -30,21 +34,26 @@ class Stream:
 
     def __init__(self, request: Request, tokenizer, on_output: Optional[Callable[[RequestOutput], None]] = None):
         self.request, self.on_output = request, on_output
-        self._tokenizer, self._text = tokenizer, Detokenizer(tokenizer, request.params.stop)
+        self._tokenizer = tokenizer
+        self._text = self._begin_text()
         self._told = 0  # tokens of the last output
         self._torn = False  # an output was being made
 
-    def commit(self, tokens: list[int], eos: int, longest: int, outputs: list, error: Optional[str] = None
+    def _begin_text(self) -> Detokenizer:
+        return Detokenizer(self._tokenizer, self.request.params.stop, self.request.params.skip_special_tokens)
+
+    def commit(self, tokens: list[int], eos: tuple[int, ...], longest: int, outputs: list, error: Optional[str] = None
                ) -> RequestOutput:
         """Appends a step's tokens up to the first that ends the request, and an output to `outputs`.
 
-        longest: tokens, prompt and output, at which the request ends. error: what went wrong after these tokens.
+        eos: the model's end-of-text tokens. longest: tokens, prompt and output, at which the request ends. error: what
+        went wrong after these tokens.
         """
         self._torn = True
         request, params, reason = self.request, self.request.params, None
         for token in tokens:
             request.output_ids.append(token)
-            ends = token == eos and not params.ignore_eos
+            ends = token in params.stop_token_ids or (token in eos and not params.ignore_eos)
             if ends or self._text.append(token):
                 reason = "stop"
             elif len(request.output_ids) >= params.max_tokens or request.num_tokens >= longest:
@@ -67,7 +76,8 @@ class Stream:
         request, text = self.request, self._text
         new_text = text.flush() if reason else text.take()
         logprobs = [None, *request.prompt_logprobs] if request.params.prompt_logprobs else None
-        output = RequestOutput(request.id, list(request.output_ids), text.text, new_text, reason, logprobs, error)
+        output = RequestOutput(request.id, list(request.output_ids), text.text, new_text, reason, logprobs, error,
+                               request.params.seed)
         outputs.append((self, output))
         self.settle(output)
         return output
@@ -81,7 +91,7 @@ class Stream:
         if not self._torn:
             return
         del self.request.output_ids[self._told :]
-        self._text = Detokenizer(self._tokenizer, self.request.params.stop)
+        self._text = self._begin_text()
         for token in self.request.output_ids:
             self._text.append(token)
         self._text.take()  # what the last output told

@@ -1,7 +1,8 @@
 """A request: its prompt, how its text is drawn, what it has produced, and what the caches hold of it."""
 
 import math
-from dataclasses import dataclass, field
+import secrets
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Optional
 
@@ -27,45 +28,82 @@ def _check_real(name: str, value: object, wanted: str) -> float:
     return float(value)
 
 
+def check_token_ids(name: str, ids: object) -> list[int]:
+    """A sequence of integers, or a one-dimensional array or tensor of them, as a list. Raises TypeError for anything
+    else, texts, bytes, bools and floats among it, and ValueError for another number of dimensions."""
+    wanted = "a sequence of token ids, or a one-dimensional array or tensor of them"
+    if isinstance(ids, (str, bytes, bytearray, memoryview)):
+        raise TypeError(f"{name}: expected {wanted}, got {type(ids).__name__}")
+    if hasattr(ids, "tolist") and hasattr(ids, "shape"):
+        if len(ids.shape) != 1:
+            raise ValueError(f"{name}: expected {wanted}, got shape {tuple(ids.shape)}")
+        ids = ids.tolist()
+    try:
+        ids = list(ids)
+    except TypeError:
+        raise TypeError(f"{name}: expected {wanted}, got {ids!r}") from None
+    if set(map(type, ids)) <= {int}:
+        return ids
+    for place, token in enumerate(ids):
+        if isinstance(token, bool) or not isinstance(token, Integral):
+            raise TypeError(f"{name}[{place}]: expected a token id, an integer, got {token!r}")
+    return [int(token) for token in ids]
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of one request are drawn, and when it ends.
 
-    max_tokens: most tokens to produce, at least 1. temperature: 0 is greedy. top_k: keep the k likeliest tokens, 0
-    keeps all. top_p: then keep the smallest set whose probability reaches it, in (0, 1]. seed: in [0, 2**63); with the
-    position of a token it fixes the draw. stop: texts that end the request, one string or several. ignore_eos: do not
-    end at the end-of-text token. prompt_logprobs: also give the log probability of each prompt token after those before
-    it; such a request takes no prefix over from others, for it needs every prompt token computed. Raises TypeError or
-    ValueError, naming the field.
+    max_tokens: most tokens to produce, at least 1; 0 with prompt_logprobs, to score a prompt and no more. temperature:
+    0 is greedy. top_k: keep the k likeliest tokens, 0 keeps all. top_p: then keep the smallest set whose probability
+    reaches it, in (0, 1]. seed: in [0, 2**63); with the position of a token it fixes the draw. None: a fresh one for
+    each request, which its outputs tell.
+
+    stop: texts that end the request, one string or several. stop_token_ids: tokens that do, beside the model's
+    end-of-text tokens. A token that ends the request is among its tokens, but not in its text. ignore_eos: do not end
+    at the model's end-of-text tokens. skip_special_tokens: the text leaves special tokens out, as `tokenizer.decode`
+    does; stop texts are looked for in what is left.
+
+    prompt_logprobs: also give the log probability of each prompt token after those before it; such a request takes no
+    prefix over from others, for it needs every prompt token computed. Raises TypeError or ValueError, naming the field.
     """
 
     max_tokens: int = 128
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
-    seed: int = 0
+    seed: Optional[int] = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     prompt_logprobs: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    skip_special_tokens: bool = True
 
     def __post_init__(self):
+        stop_token_ids = check_token_ids("stop_token_ids", self.stop_token_ids)
         checked = {
-            "max_tokens": check_int("max_tokens", self.max_tokens, 1),
+            "max_tokens": check_int("max_tokens", self.max_tokens, 0 if self.prompt_logprobs else 1),
             "temperature": _check_real("temperature", self.temperature, "a finite number of at least 0"),
             "top_k": check_int("top_k", self.top_k, 0, MAX_INT32),
             "top_p": _check_real("top_p", self.top_p, "a number above 0 and at most 1"),
-            "seed": check_int("seed", self.seed, 0, 2**63 - 1),
+            "seed": None if self.seed is None else check_int("seed", self.seed, 0, 2**63 - 1),
             "stop": _stop_texts(self.stop),
+            "stop_token_ids": tuple(check_int("stop_token_ids", token, 0) for token in stop_token_ids),
         }
         if checked["temperature"] < 0:
             raise ValueError(f"temperature: expected a finite number of at least 0, got {self.temperature}")
         if not 0 < checked["top_p"] <= 1:
             raise ValueError(f"top_p: expected a number above 0 and at most 1, got {self.top_p}")
-        for name in ("ignore_eos", "prompt_logprobs"):
+        for name in ("ignore_eos", "prompt_logprobs", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}: expected True or False, got {getattr(self, name)!r}")
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+
+
+def fresh_seed() -> int:
+    """One that no generator of the program knows. Below 2**53: JSON readers that know only doubles keep it."""
+    return secrets.randbits(53)
 
 
 def _stop_texts(stop: object) -> tuple[str, ...]:
@@ -97,6 +135,8 @@ class Request:
     first position that its sliding windows may look at, 0: all. source: snapshot that its state starts from, snapshots:
     those that this step may publish, by the edge they stand at; both are held for one step only. output_edges: where it
     published snapshots beyond its prompt that are still wanted. private: publishes nothing until it is computed anew.
+
+    params: with the request's own seed, if they came without one.
 
     Raises TypeError or ValueError for an id or salt that is no text and for prompt ids that are no token ids.
     """
@@ -137,7 +177,12 @@ class Request:
             raise ValueError(f"cache_salt: expected text that UTF-8 can encode, got {self.cache_salt!r}") from None
         if not isinstance(self.params, SamplingParams):
             raise TypeError(f"params: expected SamplingParams, got {self.params!r}")
-        self.prompt_ids = [check_int(f"prompt_ids[{i}]", token, 0) for i, token in enumerate(self.prompt_ids)]
+        if self.params.seed is None:
+            self.params = replace(self.params, seed=fresh_seed())
+        self.prompt_ids = check_token_ids("prompt_ids", self.prompt_ids)
+        if min(self.prompt_ids, default=0) < 0:
+            place = next(i for i, token in enumerate(self.prompt_ids) if token < 0)
+            check_int(f"prompt_ids[{place}]", self.prompt_ids[place], 0)
 
     @property
     def tokens(self) -> list[int]:

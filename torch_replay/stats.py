@@ -36,19 +36,23 @@ class Stats:
         self._ring_rows.update(dict.fromkeys(requests, 0))
 
     def record_decode(self, requests: list[str], drafts: list[int], accepted: list[int], seconds: float) -> None:
-        """ids, drafts and accepted tokens by row. `decode_tokens`, those that reach requests, the engine counts as it
-        hands them out: a stop cuts a step's tail."""
+        """ids, drafts and accepted tokens by row. What of it reached the requests, `record_tokens` counts."""
         self.decode_steps += 1
         self.decode_rows += len(drafts)
-        self.drafted += sum(drafts)
         self.fed += sum(drafts) + len(drafts)
-        self.accepted_drafts += sum(accepted) - len(accepted)
         self.decode_seconds += seconds
         for request, draft, taken in zip(requests, drafts, accepted, strict=True):
             rows = self._ring_rows[request]
             flush = rows + draft + 1 > self._window
             self.replay_flushes += flush
             self._ring_rows[request] = taken if flush else rows + taken
+
+    def record_tokens(self, tokens: int, drafts: int, accepted: int) -> None:
+        """What one row of a decode step gave its request: tokens in all, drafts proposed for it, and tokens that had
+        been drafts. A draft behind the end of the text was proposed, but is no token."""
+        self.decode_tokens += tokens
+        self.drafted += drafts
+        self.accepted_drafts += accepted
 
     def forget(self, request: str) -> None:
         """Drops what is kept of a request that has ended."""

@@ -39,7 +39,7 @@ class HybridConfig:
     sliding_window: int  # SW: a token sees itself and the SW - 1 tokens before it
     mlp_hidden: int
     max_position: int
-    eos_token_id: int
+    eos_token_id: int | tuple[int, ...]  # tokens that end a text; the first also stands for missing history
     conv_width: int = 4
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
@@ -69,9 +69,17 @@ class HybridConfig:
         if not _is_int(size) or not 0 <= size <= self.vocab_size:
             raise ValueError(f"engram_vocab_size: got {size!r}, expected an integer in [0, {self.vocab_size}]")
         eos = self.eos_token_id
-        if not _is_int(eos) or not 0 <= eos < self.vocab_size:
-            raise ValueError(f"eos_token_id: got {eos!r}, expected an integer in [0, {self.vocab_size})")
+        if isinstance(eos, list):
+            object.__setattr__(self, "eos_token_id", tuple(eos))
+        each = eos if isinstance(eos, (list, tuple)) else [eos]
+        if not each or not all(_is_int(token) and 0 <= token < self.vocab_size for token in each):
+            raise ValueError(f"eos_token_id: got {eos!r}, expected an integer in [0, {self.vocab_size}), or several")
         _check_tail(self.decoder_replay_layers, self.pattern)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Every token that ends a text."""
+        return self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
 
     @property
     def decoder_replay_windows(self) -> int:

@@ -187,7 +187,7 @@ def _build_store(config, device, dtype, table_device):
     layers = tuple(index for index, kind in enumerate(config.pattern) if kind == "engram")
     constants = NGramHash(layers, config.engram_order, config.engram_heads, config.engram_table_size,
                           config.engram_vocab_size or config.vocab_size)
-    sizes = config.engram_dim, config.vocab_size, config.eos_token_id
+    sizes = config.engram_dim, config.vocab_size, config.eos_token_ids[0]
     return EngramStore(constants, *sizes, device, dtype, table_device)
 
 
