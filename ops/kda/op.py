@@ -92,7 +92,8 @@ def kda_replay(
     """Decode of T tokens a row from a checkpoint and the ring of updates committed since.
 
     Args:
-        state: [S, HV, V, K] checkpoints; float32, bfloat16, float16, or float8_e4m3fn / int8 with `state_scale`.
+        state: [S, HV, V, K] checkpoints (transformers keeps [K, V]: with K = V nothing shows it); float32, bfloat16,
+            float16, or float8_e4m3fn / int8 with `state_scale`.
             Mutated, for flushing rows only.
         u_ring: [S, HV, R, V] corrected updates, k_ring: [S, H, R, K] keys as used (normalised if l2norm), g_ring:
             [S, HV, R, K] float32 log decay per token and channel. Mutated: the row's real tokens are appended,
