@@ -1,6 +1,8 @@
 """The command as a user types it: text, JSON, errors in one line."""
 
+import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -68,25 +70,79 @@ def test_prefix_cache(capsys, tmp_path):
     assert stats["prefix_evictions"] == 0
     assert not any(name.startswith("prefix") for name in run_json(capsys, *files)["stats"])
     assert main(["generate", *files, "--prefix-cache"]) == 0
-    out = capsys.readouterr().out
+    out = capsys.readouterr().err
     assert f"1 requests, {stats['prefix_hit_tokens']} tokens, of which 64 replayed" in out
     assert "prefixes published" in out and "0 evicted" in out
 
 
 def test_text(capsys, tmp_path):
-    """Prompts, their continuations in order, then the table."""
+    """Prompts and their continuations in order; the table beside them, on stderr."""
     (tmp_path / "prompt.txt").write_text("def read(path):\n")
     assert main(["generate", "import sys\n", "--file", str(tmp_path / "prompt.txt"), "--max-tokens", "10"]) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert out.index("import sys") < out.index("--- prompt 2 of 2\ndef read(path):")
     for line in ("prefill ", "decode ", "drafts accepted", "steps of a row that flush", "state bytes written per token",
                  "compiled graphs a decode step", "graph breaks", "recompiles after warm-up"):
-        assert line in out
+        assert line in err and line not in out
 
 
 def test_built_in_prompts(capsys):
     """No arguments: built-in prompts run."""
     assert len(run_json(capsys, "--max-tokens", "2")["requests"]) == 4
+
+
+def test_seeds(capsys):
+    """Fresh ones without --seed, told in the JSON, which give the same text again."""
+    sampled = ["x", "x", "--max-tokens", "6", "--temperature", "1", "--eager"]
+    first = run_json(capsys, *sampled)["requests"]
+    assert len({request["seed"] for request in first}) == 2
+    again = run_json(capsys, *sampled[1:], "--seed", str(first[0]["seed"]))["requests"]
+    assert again[0]["token_ids"] == first[0]["token_ids"]
+
+
+def test_stop_and_quiet(capsys, monkeypatch):
+    """--stop cuts the text; --quiet leaves it alone; - is stdin."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("import sys\n"))
+    options = ["--max-tokens", "10", "--eager"]
+    text = run_json(capsys, "import sys\n", *options)["requests"][0]["text"]
+    assert main(["generate", "-", *options, "--quiet", "--stop", text[3:6]]) == 0
+    out, err = capsys.readouterr()
+    assert out.endswith("import sys\n|" + text[:3] + "\n\n") and err == ""
+
+
+def test_dtypes(capsys):
+    """--dtype and --state-dtype run."""
+    options = ["--eager", "--dtype", "bfloat16", "--state-dtype", "float16"]
+    assert len(run_json(capsys, "x", "--max-tokens", "3", *options)["requests"][0]["token_ids"]) == 3
+
+
+def test_reader_that_leaves():
+    """`generate | head -1` and prompts that are no UTF-8 end without a traceback."""
+    code = "import sys; from torch_replay.cli import main; sys.exit(main(sys.argv[1:]))"
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", code, "info"], cwd=ROOT, stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert done.returncode == 141 and done.stderr == b""
+    assert main(["generate", "a\udcff"]) == 2
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith("torch_replay 0.")
+
+
+def test_unwritable_report(capsys, tmp_path):
+    """--html is tried before anything runs."""
+    assert main(["audit", "no_such_module:f", "--html", str(tmp_path / "no" / "x.html")]) == 2
+    assert "--html" in capsys.readouterr().err
+
+
+def test_public_names():
+    import torch_replay
+
+    assert {"Engine", "SamplingParams", "nn", "ops"} <= set(dir(torch_replay))
 
 
 BAD = {
@@ -104,7 +160,7 @@ BAD = {
     "top-p 0": (["x", "--top-p", "0"], "--top-p 0"),
     "batch": (["x", "--batch", "0"], "--batch: '0'"),
     "device": (["x", "--device", "nope"], "--device nope: unknown"),
-    "snapshots without a ring": (["x", "--prefix-cache", "--no-replay"], "prefix_cache is True, expected False"),
+    "snapshots without a ring": (["x", "--prefix-cache", "--no-replay"], "--prefix-cache: not with --no-replay"),
     "no GPU": (["x", "--device", "cuda:99"], "--device cuda:99: this machine has no such device"),
 }
 

@@ -37,3 +37,10 @@ def test_commands_are_complete():
     assert len(commands) == 2
     assert all("-c constraints.txt" in command for command in commands)
     assert "torch-replay generate" in commands[0] and ".venv/bin/python -m pytest" in commands[1]
+
+
+def test_source_distribution_has_what_tests_need():
+    """What the tests import beside the packages is named for a source distribution; types are marked as such."""
+    manifest = (ROOT / "MANIFEST.in").read_text().split()
+    assert {"tests", "compile_tests", "benchmarks", "conftest.py", "constraints.txt"} <= set(manifest)
+    assert (ROOT / "torch_replay" / "py.typed").exists() and "py.typed" in (ROOT / "setup.cfg").read_text()

@@ -23,6 +23,10 @@ _LAZY = {
 __all__ = ["nn", "ops", "set_backend", *_LAZY]
 
 
+def __dir__():
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str):
     """Engine and models are imported on first use: the ops alone cost no more than torch itself."""
     if name in _LAZY or name == "nn":

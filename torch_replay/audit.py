@@ -65,6 +65,11 @@ def _run(arguments) -> int:
     from .graphs.audit import AuditError, audit
     from .graphs.audit_report import render_html, render_text
 
+    if arguments.html is not None:
+        try:
+            Path(arguments.html).open("a").close()  # before the work, not after it
+        except OSError as error:
+            raise UserError(f"--html {arguments.html}: {error.strerror}") from None
     if arguments.target in PRESETS:
         if arguments.inputs is not None:
             raise UserError(f"--inputs {arguments.inputs}: preset {arguments.target} makes its own")

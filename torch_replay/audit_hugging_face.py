@@ -21,7 +21,7 @@ def folder_target(folder: str | Path, device: str = "cpu") -> tuple[Callable, Ca
     try:
         from transformers import AutoModelForCausalLM, StaticCache
     except ImportError:
-        raise ValueError("a Hugging Face model folder needs transformers: pip install 'torch_replay[hf]'") from None
+        raise ValueError("a Hugging Face model folder needs transformers: in the clone, pip install '.[hf]'") from None
     try:
         model = AutoModelForCausalLM.from_pretrained(folder).to(device).eval().requires_grad_(False)
     except Exception as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from . import __version__
 from .audit import add_parser as add_audit
 from .bench import add_parser as add_bench
 from .parallel import TIMEOUT_SECONDS, RankFailure, StepAgreement, launched_by_torchrun
@@ -24,17 +25,25 @@ BUILT_IN_PROMPTS = (
 )
 
 
+DTYPES = ("float32", "bfloat16", "float16")
+
+
 class UserError(Exception):
     """Something the user gave cannot be used; the message is the one line that they see."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status: 0, 1 if another rank failed or an audit finds fault, 2 for bad input,
-    130 after an interrupt.
+    130 after an interrupt, 141 where the reader of the output has left.
     """
     arguments = _parser().parse_args(argv)
     try:
-        return arguments.run(arguments)
+        status = arguments.run(arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever read the output has left; the interpreter must not try again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except UserError as error:
         print(f"torch-replay: {error}", file=sys.stderr)
         return 2
@@ -42,17 +51,18 @@ def main(argv: list[str] | None = None) -> int:
         print(f"torch-replay: rank {os.environ['RANK']} stops: {failure}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("torch-replay: interrupted", file=sys.stderr)
+        print("\ntorch-replay: interrupted", file=sys.stderr)
         return 130
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="torch-replay", description="Hybrid language models under torch.compile.")
+    parser.add_argument("--version", action="version", version=f"torch_replay {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     generate = commands.add_parser("generate", help="write text from prompts", description=(
         "Streams the continuation of each prompt, then prints what the run did. Without prompts, built-in ones run."))
     generate.set_defaults(run=_generate)
-    generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue")
+    generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue; -: what stdin holds")
     generate.add_argument("--file", action="append", default=[], metavar="F", help="a file that is one more prompt")
     generate.add_argument("--model", metavar="DIR", help="model folder (default: the small model of the package)")
     generate.add_argument("--max-tokens", type=_integer(1), default=128, metavar="N", help="tokens a prompt (128)")
@@ -62,11 +72,17 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--prefix-cache", action="store_true",
                           help="prompts take over what earlier ones with the same first tokens computed")
     generate.add_argument("--batch", type=_integer(1), metavar="N", help="requests that run together (at most 8)")
-    generate.add_argument("--seed", type=_integer(0, 2**62), default=0, metavar="S",
-                          help="sampling seed of the first prompt, plus one for each further prompt (0)")
+    generate.add_argument("--seed", type=_integer(0, 2**62), metavar="S",
+                          help="sampling seed of the first prompt, plus one for each further prompt (fresh ones)")
     generate.add_argument("--temperature", type=_real(0.0, math.inf), default=0.0, metavar="X", help="0 is greedy (0)")
     generate.add_argument("--top-k", type=_integer(0), default=0, metavar="N", help="sample among N tokens, 0: all (0)")
     generate.add_argument("--top-p", type=_real(0.0, 1.0), default=1.0, metavar="X", help="probability to keep (1)")
+    generate.add_argument("--stop", action="append", default=[], metavar="TEXT",
+                          help="end a continuation before this text; may be given several times")
+    generate.add_argument("--eager", action="store_true", help="compile nothing, and need no C++ compiler")
+    for option, what in (("--dtype", "weights, activations, keys and values"), ("--state-dtype", "recurrent states")):
+        generate.add_argument(option, choices=DTYPES, default="float32", help=f"of {what} (float32)")
+    generate.add_argument("--quiet", action="store_true", help="the text alone, without progress and numbers")
     generate.add_argument("--json", action="store_true", help="print one JSON object instead")
     generate.add_argument("--rank-timeout", type=_integer(1), default=TIMEOUT_SECONDS, metavar="S",
                           help="under torchrun, seconds until a rank that does not answer has failed (30)")
@@ -108,7 +124,13 @@ def _real(low: float, high: float) -> Callable[[str], float]:
 
 
 def _prompts(arguments) -> list[str]:
-    prompts = list(arguments.prompts)
+    prompts = []
+    for prompt in arguments.prompts:
+        try:
+            prompts.append(sys.stdin.read() if prompt == "-" else prompt)
+            prompts[-1].encode()
+        except UnicodeError:
+            raise UserError(f"PROMPT {prompt if prompt == '-' else ascii(prompt)}: not UTF-8 text") from None
     for name in arguments.file:
         try:
             prompts.append(Path(name).read_text(encoding="utf-8"))
@@ -136,16 +158,17 @@ def _device(name: str, local_rank: int | None = None) -> torch.device:
         device = torch.device("cuda", local_rank)
     count = torch.cuda.device_count()
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= count):
-        raise UserError(f"--device {device}: this machine has no such device ({count} CUDA devices)")
+        raise UserError(f"--device {device}: this machine has no such device ({count} CUDA devices); "
+                        "--device cpu runs anywhere")
     return device
 
 
-def _load(folder: str | None, device: torch.device):
+def _load(folder: str | None, device: torch.device, dtype: torch.dtype = torch.float32):
     from .models import HybridModel, load_tokenizer, small_model_dir
 
     folder = small_model_dir() if folder is None else Path(folder)
     try:
-        model = HybridModel.from_pretrained(folder, device, torch.float32)
+        model = HybridModel.from_pretrained(folder, device, dtype)
         return model.requires_grad_(False), load_tokenizer(folder)
     except (OSError, ValueError) as error:
         raise UserError(f"--model {error}") from None
@@ -155,6 +178,10 @@ def _generate(arguments) -> int:
     prompts = _prompts(arguments)
     if arguments.top_p == 0:
         raise UserError("--top-p 0: expected a number above 0")
+    if arguments.prefix_cache and arguments.no_replay:
+        raise UserError("--prefix-cache: not with --no-replay, only rings make snapshots of recurrent states")
+    if not all(arguments.stop):
+        raise UserError("--stop is empty, expected text")
     if not launched_by_torchrun():
         return _serve(arguments, prompts, _device(arguments.device), None)
     device = _device(arguments.device, int(os.environ["LOCAL_RANK"]))
@@ -172,30 +199,33 @@ def _serve(arguments, prompts: list[str], device: torch.device, agreement: StepA
 
     rank, world_size = (0, 1) if agreement is None else (agreement.rank, agreement.world_size)
     share = range(rank, len(prompts), world_size)
-    model, tokenizer = _load(arguments.model, device)
+    model, tokenizer = _load(arguments.model, device, getattr(torch, arguments.dtype))
     batch = min(-(-len(prompts) // world_size), 8) if arguments.batch is None else arguments.batch
     try:
         engine = Engine(model, tokenizer, EngineConfig(
             max_num_seqs=batch, num_spec=arguments.spec, replay=not arguments.no_replay,
-            prefix_cache=arguments.prefix_cache), agreement=agreement)
+            prefix_cache=arguments.prefix_cache, compiled=not arguments.eager, dtype=getattr(torch, arguments.dtype),
+            state_dtype=getattr(torch, arguments.state_dtype)), agreement=agreement)
     except ValueError as error:
         raise UserError(str(error)) from None
     places = {}
     for index in share:
         params = SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature,
-                                top_k=arguments.top_k, top_p=arguments.top_p, seed=arguments.seed + index)
+                                top_k=arguments.top_k, top_p=arguments.top_p, stop=arguments.stop,
+                                seed=None if arguments.seed is None else arguments.seed + index)
         try:
             places[engine.add_request(prompts[index], params)] = index
         except ValueError as error:
             raise UserError(f"prompt {index + 1}: {error}") from None
-    quiet = arguments.json or rank > 0
+    quiet = arguments.json or arguments.quiet or rank > 0
     with Ticker("compiling the decode step", quiet) as ticker:
         if places:
             engine.warm_up(sampling=arguments.temperature > 0, greedy=arguments.temperature == 0, quiet=quiet)
     if agreement is not None:
         with Ticker("waiting for the other ranks", quiet):
             agreement.meet()
-    shown = None if quiet else TokenBar(prompts, arguments.max_tokens, len(share))
+    streams = not arguments.json and rank == 0
+    shown = TokenBar(prompts, arguments.max_tokens, len(share), arguments.quiet) if streams else None
     outputs = _run(engine, places, shown)
     result = (outputs, engine.stats.counters(), engine.compile_counts.as_dict(), ticker.seconds)
     results = [result] if agreement is None else agreement.gather(result)
@@ -216,7 +246,11 @@ def _serve(arguments, prompts: list[str], device: torch.device, agreement: StepA
     for index, output in sorted(final.items()):
         if index not in share:
             shown.show(index, replace(output, new_text=output.text))
-    print(_table(stats))
+    if arguments.temperature:
+        stats["seeds"] = [final[index].seed for index in sorted(final)]
+    if not arguments.quiet:
+        sys.stdout.flush()
+        print(_table(stats), file=sys.stderr)
     return 0
 
 
@@ -236,7 +270,7 @@ def _run(engine, places: dict[str, int], shown) -> dict:
 def _describe(prompt: str, prompt_tokens: int, output) -> dict:
     return {"prompt": prompt, "text": output.text, "token_ids": output.token_ids,
             "finish_reason": output.finish_reason, "prompt_tokens": prompt_tokens,
-            "output_tokens": len(output.token_ids)}
+            "output_tokens": len(output.token_ids), "seed": output.seed}
 
 
 def _table(stats: dict) -> str:
@@ -256,6 +290,7 @@ def _table(stats: dict) -> str:
                                           f"({route[not stats['replay']]})"),
         *_prefix_rows(stats),
         *_rank_rows(stats),
+        *([("seeds", " ".join(map(str, stats["seeds"])))] if "seeds" in stats else []),
         ("compiled graphs a decode step", str(stats["graphs"])),
         ("graph breaks", str(stats["graph_breaks"])),
         ("recompiles after warm-up", str(stats["recompiles"])),

@@ -53,13 +53,13 @@ class TokenBar:
     later ones wait for their turn. The bar is of `running` prompts; outputs of others may be shown once it is closed.
     """
 
-    def __init__(self, prompts: list[str], max_tokens: int, running: int):
+    def __init__(self, prompts: list[str], max_tokens: int, running: int, quiet: bool = False):
         self.prompts = prompts
         self.waiting = [""] * len(prompts)
         self.counts, self.ended = [0] * len(prompts), [False] * len(prompts)
         self.turn, self.begun = 0, False
         self.line = ""  # the beginning of a line, kept until it is whole: above a bar only whole lines have room
-        terminal = sys.stderr.isatty()
+        terminal = sys.stderr.isatty() and not quiet
         self.bar = tqdm(total=running * max_tokens, unit="token", leave=False) if terminal else None
 
     def show(self, index: int, output) -> None:
