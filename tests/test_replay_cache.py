@@ -147,6 +147,7 @@ def eager(kind, cache, layers, inputs, slots, lens, third):
     return outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_traces(family):
     """Random traces through many wraps of the rings equal the truth at every token of every layer."""
