@@ -219,11 +219,11 @@ def _zero_slots_kernel(
     i_group = tl.load(p_layer_group + i_layer * layer_group_stride).to(tl.int64)
     slot = tl.load(p_slots + i_group * slots_group + i_row * slots_row).to(tl.int64)
     if slot > 0:
-        p_pool = p_pool.to(tl.pointer_type(WORD), bitcast=True) + i_layer * pool_layer + slot * pool_slot
+        p_slot = p_pool.to(tl.pointer_type(WORD), bitcast=True) + i_layer * pool_layer + slot * pool_slot
         for i_chunk in range(tl.program_id(0) % programs, tl.cdiv(words, WORDS), programs):
             o = i_chunk * WORDS + tl.arange(0, WORDS)
             offset = _word_offsets(o, size_0, size_1, stride_0, stride_1, stride_2, SLOT_DIMS)
-            tl.store(p_pool + offset, tl.zeros([WORDS], WORD), mask=o < words)
+            tl.store(p_slot + offset, tl.zeros([WORDS], WORD), mask=o < words)
 
 
 def zero_slots(pool, slots, layer_group) -> None:
