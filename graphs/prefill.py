@@ -18,7 +18,7 @@ from ..replay_context import ReplayContext
 from ..request_state import InputBatch
 from .compiled import compile_alone, mark_static
 from .engram import HostPrefetch, Rows
-from .step import commit, sample
+from .step import commit, sample, sound
 
 if TYPE_CHECKING:
     from ..parallel import Agreed
@@ -35,7 +35,8 @@ def prefill(model: HybridModel, state: DefaultModelState, rows: Rows, following:
     A state that continues a snapshot is copied from it first. following: for each row, the prompt tokens that follow
     its first tokens and whose log probability is wanted. agreed: what the step does on all ranks. A rank without rows
     runs one of padding, which changes no state. before: for a model with n-grams, the tokens before each chunk.
-    Returns the token sampled after each row's last one, and those log probabilities.
+    Returns the token sampled after each row's last one, NO_TOKEN where there are no logits to draw from (see `sound`),
+    and those log probabilities.
     """
     longest = max((len(tokens) for _, tokens in rows), default=1)
     padded = max(len(rows), 1)
@@ -110,8 +111,8 @@ class PrefillStep:
 def run_chunks(model: HybridModel, state: DefaultModelState, inputs: InputBatch) -> tuple[Tensor, Tensor]:
     """From a step's inputs on the device to committed cursors. Traceable, but for steps that trim.
 
-    Writes the requests' memory. Returns the token sampled after each row's last one, [B] int64, and the residual
-    stream [B, T, hidden].
+    Writes the requests' memory. Returns the token sampled after each row's last one, or NO_TOKEN, [B] int64, and the
+    residual stream [B, T, hidden].
     """
     memory, (rows, tokens) = state.memory, inputs.input_ids.shape
     batch = state.prepare_inputs(inputs)
@@ -126,7 +127,7 @@ def run_chunks(model: HybridModel, state: DefaultModelState, inputs: InputBatch)
     positions = batch.positions.view(rows, tokens)[row, last]
     samples = sample(state.requests, logits[:, None], positions[:, None], inputs.idx_mapping)
     commit(state, batch, inputs, inputs.query_lens, inputs.is_prefilling)
-    return samples[:, 0], hidden
+    return sound(samples[:, 0], logits), hidden
 
 
 def _results(model: HybridModel, state: DefaultModelState, rows: Rows, following: list[list[int]], samples: Tensor,

@@ -24,13 +24,14 @@ from .transfer import Download
 
 ROUTES = ("greedy", "sampled")
 SAME_TOKEN = -1  # a row's first token: the one that the device sampled last for the request
+NO_TOKEN = -1  # in place of a sample: the logits were not sound
 
 
 @dataclass
 class DecodeOutput:
     """What a decode step hands back, on the CPU, by batch row."""
 
-    samples: list[list[int]]  # [B][T] the model's own token after each input token
+    samples: list[list[int]]  # [B][T] the model's own token after each input token, or NO_TOKEN
     accepted: list[int]  # tokens committed
     flushed: list[bool]  # rows that folded their ring
 
@@ -113,7 +114,8 @@ class DecodeStep:
         hidden = forward_hidden(self.model, state.memory, batch, prefill=False)
         logits = self.model.logits(hidden).float()
         positions = batch.positions.view(self.rows, self.tokens)
-        samples = choose(logits, positions).int()
+        # a draft never equals NO_TOKEN, so nothing behind it is accepted
+        samples = sound(choose(logits, positions), logits).int()
         accepted = count_accepted(samples, batch.input_ids, batch.query_lens)
         # One tensor, which the commit reads: else Inductor moves the cursors' read behind the commit, and clones them.
         counts = torch.stack([accepted, flushing(state.memory, batch)], 1)
@@ -125,7 +127,7 @@ class DecodeStep:
         """Each request's newest token stays on the device, for a step that is launched before the host knows it."""
         requests, idx_mapping = self.state.requests, self.inputs.idx_mapping
         req = torch.where(idx_mapping >= 0, idx_mapping, requests.size).long()
-        last = samples.gather(1, (accepted - 1).clamp(min=0).long()[:, None])
+        last = samples.gather(1, (accepted - 1).clamp(min=0).long()[:, None]).clamp(min=0)  # NO_TOKEN is none
         requests.last_token.index_put_((req,), last[:, 0])
 
     @torch.no_grad()
@@ -155,6 +157,16 @@ def sample(requests: RequestState, logits: Tensor, positions: Tensor, idx_mappin
     req = idx_mapping.clamp(min=0).long()
     return sample_tokens(logits, positions + 1, requests.temperature[req], requests.top_k[req], requests.top_p[req],
                          requests.seeds[req])
+
+
+def sound(samples: Tensor, logits: Tensor) -> Tensor:
+    """samples [...], NO_TOKEN where the largest of the logits [..., V] is NaN or infinite: some are NaN or +Inf, or all
+    are -Inf. A model may well mask some tokens with -Inf.
+
+    A NaN in any memory that a token reads reaches its logits, for every layer sums over all that it reads; and so does
+    one that the token itself leaves there, for it reads its own.
+    """
+    return torch.where(logits.amax(-1).isfinite(), samples, NO_TOKEN)
 
 
 def flushing(memory: ModelMemory, batch: Batch) -> Tensor:

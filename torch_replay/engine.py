@@ -15,7 +15,7 @@ from .graphs.engram import HostPrefetch
 from .graphs.measure import measure_back_ends
 from .graphs.packing import pack_parameters
 from .graphs.prefill import PrefillStep, prefill
-from .graphs.step import SAME_TOKEN, DecodeStep, Flight
+from .graphs.step import NO_TOKEN, SAME_TOKEN, DecodeStep, Flight
 from .memory import STATE_KINDS, MemoryConfig, ModelMemory
 from .model_state import DefaultModelState, ReplayModelState
 from .models import HybridModel
@@ -50,7 +50,9 @@ class Engine:
 
     `tokenizer` is a `tokenizers.Tokenizer`; without one, prompts are token ids and text is empty. `drafter` proposes
     drafts when `num_spec` > 0; prompt lookup by default. Greedy text and sampled text alike do not depend on what else
-    runs, on chunking, on preemption or on drafts: sampling draws from (seed, position) alone.
+    runs, on chunking, on preemption or on drafts: sampling draws from (seed, position) alone. A prefix hit under a
+    sliding window is an approximation, though, so that text depends on the hit; a request that is preempted takes the
+    same hit again, or none if that is gone by then.
 
     Weights may be changed in place between steps (`parameter.copy_`, `load_state_dict`): steps derive all they need
     from the parameters each time. Call `reset_prefix_cache` then, for what was computed before is of the old weights.
@@ -184,6 +186,8 @@ class Engine:
     def add_request(self, prompt, params: SamplingParams = SamplingParams(), request_id: Optional[str] = None,
                     on_output: Optional[Callable[[RequestOutput], None]] = None, cache_salt: str = "") -> str:
         """Queues a prompt (text or token ids) and returns the request's id.
+
+        A request whose logits turn NaN or infinite ends with finish_reason "error" and leaves nothing for others.
 
         on_output is called with each output of the request but that of an abort; it may abort requests. If it raises,
         the request ends with finish_reason "error", the others go on, and `step` raises the exception once they are all
@@ -455,6 +459,9 @@ class Engine:
         self.stats.record_prefill(names, sum(len(ids) for _, ids in chunks), time.perf_counter() - begin)
         for chunk, token, values in zip(plan.prefills, samples, logprobs, strict=True):
             chunk.request.prompt_logprobs += values
+            if token == NO_TOKEN:
+                self._commit(chunk.request, [token])
+                continue
             self.scheduler.advance(chunk.request, chunk.length)
             if chunk.last:
                 self._commit(chunk.request, [token] if chunk.request.params.max_tokens else [])
@@ -482,10 +489,11 @@ class Engine:
                                  [result.accepted[row] for row in live], seconds)
         for row in live:
             request, accepted = plan.decodes[row], result.accepted[row]
-            if request.index >= 0:
+            tokens = result.samples[row][:accepted]
+            if request.index >= 0 and tokens[-1] != NO_TOKEN:
                 self.scheduler.advance(request, accepted, plan.drafts[row][: accepted - 1])
             request.decode_steps += 1
-            kept = self._commit(request, result.samples[row][:accepted])
+            kept = self._commit(request, tokens)
             drafts, arrived = len(plan.drafts[row]), max(0, min(accepted - 1, kept))
             request.drafted, request.accepted = request.drafted + drafts, request.accepted + arrived
             self.stats.record_tokens(kept, drafts, arrived)
@@ -503,11 +511,19 @@ class Engine:
         return list(itertools.takewhile(lambda token: 0 <= token < size, draft))
 
     def _commit(self, request: Request, tokens: list[int]) -> int:
-        """Appends a step's tokens up to the first that ends the request; returns how many were kept."""
+        """Appends a step's tokens up to the first that ends the request, as NO_TOKEN does; returns how many were kept.
+
+        A step that gave NO_TOKEN must not be made known to the scheduler before: it would publish what came of it.
+        """
         if request.finished:  # by another's callback
             return 0
-        stream, before = self._live[request.id], len(request.output_ids)
-        output = stream.commit(tokens, self.model.config.eos_token_ids, self._longest(request), self._outputs)
+        stream, before, error = self._live[request.id], len(request.output_ids), None
+        if tokens and tokens[-1] == NO_TOKEN:
+            tokens = tokens[:-1]
+            place = len(request.prompt_ids) + before + len(tokens)
+            error = f"the logits for token {place} hold NaN or +Inf, or are all -Inf"
+        output = stream.commit(tokens, self.model.config.eos_token_ids, self._longest(request),
+                               self._outputs, error)
         if output.finish_reason is not None:
             self._finish(request, output.finish_reason)
         if stream.on_output is not None:

@@ -79,7 +79,11 @@ class PrefixCache:
             pool.forget()
 
     def lookup(self, request: Request) -> Hit:
-        """The longest boundary that the request can take over; it leaves at least one token to compute."""
+        """The longest boundary that the request can take over; it leaves at least one token to compute.
+
+        With a replay, which is an approximation, a request that was admitted before gets the hit it had then, or none:
+        what else it finds, its own tokens' blocks among them, would change its text.
+        """
         if request.params.prompt_logprobs:
             return Hit()
         tokens = request.tokens
@@ -92,6 +96,8 @@ class PrefixCache:
             limit = end - self.block_size
         for boundary in self.boundaries(limit):
             start = boundary - self.replay_window
+            if self.replay_window and request.first_hit not in (None, boundary):
+                continue
             if self.snapshots is None or self._find(self.snapshots, request, start):
                 return Hit(boundary, start)
         return Hit()
@@ -112,7 +118,7 @@ class PrefixCache:
 
     def adopt(self, request: Request, hit: Hit) -> None:
         """Notes a hit in the request and takes hold of its snapshot; its blocks the caller shares."""
-        request.hit_tokens, request.output_edges = hit.boundary, []
+        request.hit_tokens, request.output_edges, request.first_hit = hit.boundary, [], hit.boundary
         request.num_computed = hit.start
         request.replay_start = hit.start if self.replay_window else 0
         if hit.boundary:

@@ -131,10 +131,11 @@ class Request:
     prompt_logprobs: those of prompt tokens 1, 2, ... as far as the prompt is computed, if they are asked for.
 
     With a prefix cache: only requests of one cache_salt share prefixes. prefix_keys: names of the first tokens, see
-    `prefix_cache`. hit_tokens: H, the boundary up to which the request took over what others computed. replay_start:
-    first position that its sliding windows may look at, 0: all. source: snapshot that its state starts from, snapshots:
-    those that this step may publish, by the edge they stand at; both are held for one step only. output_edges: where it
-    published snapshots beyond its prompt that are still wanted. private: publishes nothing until it is computed anew.
+    `prefix_cache`. hit_tokens: H, the boundary up to which the request took over what others computed. first_hit: H of
+    its last admission, kept when it is put back, None before any. replay_start: first position that its sliding windows
+    may look at, 0: all. source: snapshot that its state starts from, snapshots: those that this step may publish, by
+    the edge they stand at; both are held for one step only. output_edges: where it published snapshots beyond its
+    prompt that are still wanted. private: publishes nothing until it is computed anew.
 
     params: with the request's own seed, if they came without one.
 
@@ -159,6 +160,7 @@ class Request:
     cache_salt: str = ""
     prefix_keys: list[bytes] = field(default_factory=list)
     hit_tokens: int = 0
+    first_hit: Optional[int] = None
     replay_start: int = 0
     source: int = 0
     snapshots: dict[int, int] = field(default_factory=dict)
