@@ -183,7 +183,7 @@ def check_published(runner) -> None:
         assert tensor[list(prefix.full_pools["full"]._block_of.values())].isfinite().all()
     slots = [runner.memory.snapshot_slot(snapshot) for snapshot in prefix.snapshots._block_of.values()]
     for states in runner.memory.states.values():
-        assert states.state[:, slots].isfinite().all() and states.conv_ring[:, slots].isfinite().all()
+        assert states.state[:, slots].isfinite().all()  # dead columns of a conv ring may hold anything
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
