@@ -5,6 +5,7 @@ the device and custom ops where they stand; compiled, to see graphs, breaks and 
 compiled again, when nothing may be compiled any more. Rules about CUDA graphs need a GPU and say "not checked" without.
 """
 
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Optional
@@ -164,5 +165,7 @@ def _sweep(drive: Drive, call: Call) -> int:
     try:
         drive(counted)
     except Exception as error:
-        raise AuditError(f"{type(error).__name__}: {first_line(str(error))}") from error
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        reason = f"{type(error).__name__}: {first_line(str(error))} ({place.filename}:{place.lineno})"
+        raise AuditError(reason) from error
     return count

@@ -127,6 +127,20 @@ def test_reader_that_leaves():
     assert main(["generate", "a\udcff"]) == 2
 
 
+def test_audit_names_who_failed(capsys, tmp_path, monkeypatch):
+    """A target that raises is told with file and line; inputs that raise are not blamed on it; --json stands alone."""
+    (tmp_path / "audited_step.py").write_text(
+        "import torch\n\n\ndef inputs():\n    return (torch.ones(2),)\n\n\ndef broken():\n    raise OSError('x')\n\n\n"
+        "def raises(x):\n    print('its own')\n    raise KeyError('no such key')\n")
+    monkeypatch.chdir(tmp_path)
+    target = ["audit", "audited_step:raises", "--inputs"]
+    assert main([*target, "audited_step:inputs", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "TARGET audited_step:raises: KeyError" in err and "audited_step.py:14" in err
+    assert main([*target, "audited_step:broken"]) == 2
+    assert "--inputs audited_step:broken: OSError: x" in capsys.readouterr().err
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit):
         main(["--version"])
@@ -204,7 +218,7 @@ def test_info(capsys):
     """Versions and the kernel of every op."""
     assert main(["info", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["ops"]["mamba2_replay"]["cpu"] == "reference (torch)" and facts["packages"]["torch"]
+    assert facts["ops"]["mamba2_replay"]["cpu"] == "C++, reference (torch)" and facts["packages"]["torch"]
     assert main(["info"]) == 0
     assert "gdn_replay" in capsys.readouterr().out
 

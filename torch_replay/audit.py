@@ -1,6 +1,7 @@
 """`torch-replay audit`: finds the function to audit, a preset or one of the user's, and the calls to make of it."""
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -76,7 +77,7 @@ def _run(arguments) -> int:
         fn, drive = _preset(PRESETS[arguments.target], arguments.device)
     elif ":" in arguments.target:
         fn = _find("TARGET", arguments.target)
-        drive = _calls(_find("--inputs", arguments.inputs) if arguments.inputs is not None else tuple)
+        drive = _calls(_find("--inputs", arguments.inputs) if arguments.inputs is not None else tuple, arguments.inputs)
     elif Path(arguments.target).is_dir():
         from .audit_hugging_face import folder_target
         from .cli import _device
@@ -91,9 +92,12 @@ def _run(arguments) -> int:
         raise UserError(f"TARGET {arguments.target}: expected package.module:callable, a Hugging Face model folder or "
                         f"{' or '.join(PRESETS)}")
     try:
-        with Ticker("auditing", quiet=arguments.json):
+        # what the target prints is none of the report
+        with Ticker("auditing", quiet=arguments.json), contextlib.redirect_stdout(sys.stderr):
             report = audit(fn, drive, name=arguments.target, allow=dict(arguments.allow))
     except AuditError as error:
+        if isinstance(error.__cause__, UserError):
+            raise error.__cause__ from None
         raise UserError(f"TARGET {arguments.target}: {error}") from None
     if arguments.html is not None:
         try:
@@ -138,9 +142,14 @@ def _find(option: str, path: str) -> Callable:
     return found
 
 
-def _calls(factory: Callable) -> Callable:
+def _calls(factory: Callable, name: str | None) -> Callable:
+    from .cli import UserError
+
     def drive(call: Callable) -> None:
-        given = factory()
+        try:
+            given = factory()
+        except Exception as error:
+            raise UserError(f"--inputs {name}: {type(error).__name__}: {error}") from error
         for arguments in [given] if isinstance(given, tuple) else given:
             if not isinstance(arguments, tuple):
                 raise TypeError(f"the inputs are {type(arguments).__name__}, expected a tuple of arguments")
