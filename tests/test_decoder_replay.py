@@ -13,7 +13,7 @@ from torch_replay import SamplingParams, ops
 from torch_replay.model_state import ReplayModelState, SlidingWindowBuilder
 from torch_replay.models import HybridModel
 from torch_replay.models.layers import rope_rows
-from torch_replay.scheduler import KVGroup
+from torch_replay.scheduler import KVGroup, Plan
 
 PATTERN = ("mamba2", "full", "swa", "mlp", "swa")
 PARAMS = SamplingParams(max_tokens=10, ignore_eos=True)
@@ -220,7 +220,7 @@ def test_prompt_logprobs_after_a_preemption():
     request = runner._live[name].request
     while len(request.output_ids) < 3:
         runner.step()
-    runner.scheduler._requeue(request)
+    runner.scheduler._preempt(request, Plan())
     output = None
     while runner.has_work:
         output = (runner.step() or [output])[-1]

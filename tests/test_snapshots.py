@@ -19,6 +19,7 @@ from torch_replay import SamplingParams
 from torch_replay.ops.mamba2 import naive as mamba2
 from torch_replay.ops.registry import override_kernel
 from torch_replay.prefix_cache import extend_keys
+from torch_replay.scheduler import Plan
 
 PATTERN = ("mamba2", "gdn", "mlp")
 TOKENS = 24
@@ -152,7 +153,7 @@ def test_preempted_and_resumed(model, prompt, text):
     request = next(iter(watch.runner._live.values())).request
     while len(request.output_ids) < 5:
         watch.step()
-    watch.runner.scheduler._requeue(request)
+    watch.runner.scheduler._preempt(request, Plan())
     poison_free(watch.runner)
     while len(request.output_ids) < 6:
         watch.step()
