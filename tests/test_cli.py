@@ -110,6 +110,20 @@ def test_stop_and_quiet(capsys, monkeypatch):
     assert out.endswith("import sys\n|" + text[:3] + "\n\n") and err == ""
 
 
+def test_without_a_compiler(capsys, monkeypatch):
+    """One line of warning, and eager steps; with --eager nobody looks for one."""
+    def missing():
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", missing)
+    monkeypatch.setattr("torch_replay.graphs.step.compile_alone", lambda *args, **options: pytest.fail("compiles"))
+    for options, warned in (([], True), (["--eager"], False)):
+        assert main(["generate", "x", "--max-tokens", "2", "--json", *options]) == 0
+        out, err = capsys.readouterr()
+        assert len(json.loads(out)["requests"]) == 1
+        assert err == "" if not warned else "no C++ compiler was found" in err and len(err.splitlines()) == 1
+
+
 def test_dtypes(capsys):
     """--dtype and --state-dtype run."""
     options = ["--eager", "--dtype", "bfloat16", "--state-dtype", "float16"]

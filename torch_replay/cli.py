@@ -204,8 +204,9 @@ def _serve(arguments, prompts: list[str], device: torch.device, agreement: StepA
     try:
         engine = Engine(model, tokenizer, EngineConfig(
             max_num_seqs=batch, num_spec=arguments.spec, replay=not arguments.no_replay,
-            prefix_cache=arguments.prefix_cache, compiled=not arguments.eager, dtype=getattr(torch, arguments.dtype),
-            state_dtype=getattr(torch, arguments.state_dtype)), agreement=agreement)
+            prefix_cache=arguments.prefix_cache, compiled=_compiles(arguments.eager, device),
+            dtype=getattr(torch, arguments.dtype), state_dtype=getattr(torch, arguments.state_dtype)),
+            agreement=agreement)
     except ValueError as error:
         raise UserError(str(error)) from None
     places = {}
@@ -252,6 +253,21 @@ def _serve(arguments, prompts: list[str], device: torch.device, agreement: StepA
         sys.stdout.flush()
         print(_table(stats), file=sys.stderr)
     return 0
+
+
+def _compiles(eager: bool, device: torch.device) -> bool:
+    """Whether steps compile: not where they would on a CPU and there is no C++ compiler, which one line tells."""
+    if eager or device.type != "cpu":
+        return not eager
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except Exception:
+        print("torch-replay: no C++ compiler was found, so steps run eagerly (--eager says so without this line)",
+              file=sys.stderr)
+        return False
+    return True
 
 
 def _run(engine, places: dict[str, int], shown) -> dict:
