@@ -1,6 +1,7 @@
 """The prefill of prompt chunks is two graphs for good, and computes what it computes eagerly."""
 
 import functools
+import itertools
 from collections import Counter
 from dataclasses import replace
 
@@ -94,6 +95,24 @@ def test_two_graphs_serve_everything(graphs, pattern, options):
         assert not any("solve_triangular" in name for name in calls)
 
 
+@pytest.mark.parametrize("order", [(2,), (2, 3)], ids=str)
+def test_as_large_as_the_buffers(graphs, order):
+    """Steps of as many rows and tokens as an engine's buffers hold, at first and after smaller ones: no size becomes a
+    constant, which `mark_dynamic` refuses (torch 2.11 did so for a slice as long as its buffer)."""
+    graphs.functional = True  # functionalisation looks at sizes too
+    model = tiny_model(pattern=("engram", "mamba2", "swa"))
+    options = dict(max_num_seqs=max(order), prefill_rows=max(order), chunk_size=8, prefill_budget=8 * max(order),
+                   prefix_cache=True, block_size=3)
+    runners = engine(model, compiled_prefill=True, **options), engine(model, **options)
+    assert runners[0].prefill_step.rows == max(order) and runners[0].prefill_step.tokens == 8
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for rows, tokens in itertools.product(order, (8, 2)):
+            prompts = [[1 + row, 60 - tokens] + [rows] * (tokens - 2) for row in range(rows)]
+            got, want = ([output.token_ids for output in each.generate(prompts, PARAMS)] for each in runners)
+            assert got == want
+    assert len(graphs) == 1
+
+
 def test_steps_that_trim(graphs):
     """With decoder-side replay long chunks run eagerly and short ones compiled, beside each other."""
     model = tiny_model(5, pattern=("mlp", "swa"), window=6)
@@ -143,7 +162,7 @@ def test_padding_is_inert(graphs, graph, options):
         runner.add_request([5], PARAMS)
         plan = runner.scheduler.schedule()
         runner._place(plan)
-        runner._prefill(plan, None, [], [])
+        runner._prefill(plan, None)
         cursors = {f"{family} cursors": states.ring_committed for family, states in memory.states.items()
                    if isinstance(states, ReplayContext)}
         left.append(pools | cursors | {"tables": requests.kv_tables, "computed": requests.num_computed})

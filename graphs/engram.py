@@ -27,14 +27,14 @@ class TokenHistory:
     drafts, an earlier request) that no lookback reads, so acceptance and the end of a request need nothing. Ids before
     a prefill chunk come from the host with the chunk (`write_lookback`), whichever way the request got there.
 
-    ids: [max_reqs + 1, max_len] int32; filler tokens write to the last row. lookback: [max_reqs, depth] int32, by row,
-    the last step's; -1 at first.
+    ids: [max_reqs + 1, max_len] int32; filler tokens write to the last row. lookback: [max_reqs + 1, depth] int32,
+    by row, the last step's; -1 at first. A row more than a step has, see `ReplayContext.create`.
     """
 
     def __init__(self, store, max_reqs: int, max_len: int, device):
         self.store, self.lookback_depth = store, store.depth
         self.ids = torch.zeros(max_reqs + 1, max_len, dtype=torch.int32, device=device)
-        self.lookback = torch.full((max_reqs, store.depth), -1, dtype=torch.int32, device=device)
+        self.lookback = torch.full((max_reqs + 1, store.depth), -1, dtype=torch.int32, device=device)
 
     def write_lookback(self, req: Tensor, start: Tensor, tokens: Tensor) -> None:
         """Ids before the chunks of requests `req` [B] from positions `start` [B] on: tokens [B, depth], newest first,

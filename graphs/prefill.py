@@ -63,7 +63,8 @@ class PrefillStep:
                  watch=contextlib.nullcontext):
         self.model, self.state, self.watch = model, state, watch
         self.rows, self.tokens = rows, max(tokens, FEWEST_TOKENS)
-        self.inputs = state.prefill_inputs(self.rows, self.tokens)
+        # a row more than a step has: a slice as long as its buffer would make the rows a constant (torch 2.11)
+        self.inputs = state.prefill_inputs(self.rows + 1, self.tokens)
         self._chunks = self._run_chunks if packed is None else packed.bind(self._run_chunks)
         self.run = {}
         self.compile()

@@ -32,7 +32,7 @@ def want(model):
     [5.0, 1, 7, 3], [5, True, 7, 3], [5, "1", 7], b"\x05\x01", bytearray(b"\x05"), memoryview(b"\x05"), ["5", "1"],
     np.array([5.0, 1.0]), torch.tensor([5.0]), torch.tensor([True]), 5, None, [[5, 1]], np.array([[5, 1]]),
     torch.tensor(5), [5, None],
-], ids=repr)
+], ids=lambda prompt: type(prompt).__name__)
 def test_prompts_that_are_no_token_ids(runner, prompt):
     """Refused with the argument's name and what came; nothing is queued."""
     with pytest.raises((TypeError, ValueError), match=r"prompt(\[\d\])?: expected .*, got "):

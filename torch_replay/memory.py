@@ -73,14 +73,15 @@ def replay_context(family: str, layers: list[StateLayer], config: MemoryConfig, 
     """A context in which request i lives in slot i + 1 for good, and snapshots take the slots behind.
 
     In mode align the columns of a table are the edges at which a state may be published; the live slot has a column of
-    its own behind them, so that a live state never moves and a publishing step makes one copy.
+    its own behind them, so that a live state never moves and a publishing step makes one copy. There is room for a
+    request more than can be, see `ReplayContext.create`.
     """
     align = config.num_snapshots > 0
     group = StateGroup(family, tuple(layers), config.state_block_size, "align" if align else "none")
     states = ReplayContext.create(
-        [group], config.max_num_seqs, num_slots=1 + config.max_num_seqs + config.num_snapshots,
+        [group], config.max_num_seqs + 1, num_slots=1 + config.max_num_seqs + config.num_snapshots,
         columns=config.max_model_len // config.state_block_size + 1 if align else 1, device=device)
-    states.request_tables[:, :, states.live_col] = torch.arange(1, 1 + config.max_num_seqs, device=device)
+    states.request_tables[:, :-1, states.live_col] = torch.arange(1, 1 + config.max_num_seqs, device=device)
     return states
 
 

@@ -282,8 +282,8 @@ class DefaultModelState:
 
     @property
     def lookback(self) -> Optional[Tensor]:
-        """[max rows, depth] int32: the ids before each row's first token in the last step, newest first, -1 for none
-        and in all that no step has written. None for a model without n-grams on the device."""
+        """[max rows + 1, depth] int32: the ids before each row's first token in the last step, newest first, -1 for
+        none and in all that no step has written. None for a model without n-grams on the device."""
         return getattr(self.requests.history, "lookback", None)
 
     def prepare_dummy_inputs(self, rows: int, tokens: int) -> InputBatch:

@@ -96,7 +96,8 @@ class ReplayContext:
         """A context for `groups`, its pools zeroed.
 
         Args:
-            max_num_reqs: requests, and batch rows, at most.
+            max_num_reqs: requests, and batch rows, at most. One more than that for a compiled step whose number of
+                rows is a symbol: torch 2.11 makes the size of a slice as long as its buffer a constant.
             num_slots: rows of each pool, the null slot 0 included.
             columns: C, block-table columns; 1 suffices in mode none.
 
