@@ -40,7 +40,8 @@ def prefill(model: HybridModel, state: DefaultModelState, rows: Rows, following:
     """
     longest = max((len(tokens) for _, tokens in rows), default=1)
     padded = max(len(rows), 1)
-    inputs = state.prefill_inputs(padded, longest)
+    inner = max(map(len, state.inner_edges(rows)), default=0)
+    inputs = state.prefill_inputs(padded, longest, inner)
     state.fill(inputs, rows, [True] * len(rows), before)
     inputs.agreed = agreed
     samples, hidden = run_chunks(model, state, inputs)

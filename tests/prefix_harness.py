@@ -53,18 +53,20 @@ class Watch:
         evict = pool._evict
 
         def forget():
-            key = pool._key_of[next(iter(pool._idle))]
+            key = pool._key_of[pool.next_victim()]
             self.known.pop((kind, key), None)
             return evict()
 
         return forget
 
     def _checking(self, request, before, drafts, under_way=False):
-        edge = request.num_computed // self.prefix.state_block_size * self.prefix.state_block_size
+        # what a prompt chunk published before its end its own forward wrote, and no plan
+        edge, size = request.num_computed, self.prefix.state_block_size
+        edge = edge // size * size if drafts else edge
         # while the next step is under way it has planned as well
         planned = self.planned_before + self.planned if under_way else self.planned
         for at, snapshot in request.snapshots.items():
-            if at <= edge or not under_way:
+            if at <= request.num_computed or not under_way:
                 assert (self.memory.snapshot_slot(snapshot) in planned) == (at == edge)
         PrefixCache.settle(self.prefix, request, before, drafts, under_way)
 

@@ -160,22 +160,29 @@ def test_salt_keeps_tenants_apart():
 
 # name: sizes, prompt, chunks, edges published
 CHUNKS = {
-    "cut_where_it_would_hit": (dict(), 100, [(0, 96), (96, 4)], [96]),
-    "window_back": (dict(window=32), 100, [(0, 64), (64, 36)], [64]),
-    "prompt_of_whole_blocks": (dict(), 96, [(0, 80), (80, 16)], [80, 96]),
-    "chunks_end_on_edges": (dict(chunk_size=40), 100, [(0, 32), (32, 32), (64, 32), (96, 4)], [32, 64, 96]),
-    "chunks_below_a_block": (dict(chunk_size=6), 33, [(0, 6), (6, 6), (12, 4), (16, 6), (22, 6), (28, 4), (32, 1)],
-                             [16, 32]),
-    "state_blocks_wider_than_chunks": (dict(chunk_size=20, state_block=48), 100,
-                                       [(0, 20), (20, 20), (40, 8), (48, 20), (68, 20), (88, 8), (96, 4)], [48, 96]),
+    "inside_and_at_the_end": (dict(), 96, [(0, 96)], [16, 32, 48, 64, 80, 96]),
+    "beside_an_edge": (dict(), 100, [(0, 100)], [16, 32, 48, 64, 80, 96]),
+    "by_several_chunks": (dict(chunk_size=40), 100, [(0, 40), (40, 40), (80, 20)], [16, 32, 48, 64, 80, 96]),
+    "chunks_below_a_block": (dict(chunk_size=6), 33, [(0, 6), (6, 6), (12, 6), (18, 6), (24, 6), (30, 3)], [16, 32]),
+    "state_blocks_wider_than_chunks": (dict(chunk_size=40, state_block=48), 100, [(0, 40), (40, 40), (80, 20)],
+                                       [48, 96]),
     "short_prompt": (dict(), 16, [(0, 16)], [16]),
-    "no_snapshots_no_cuts": (dict(snapshots=None, chunk_size=40), 100, [(0, 40), (40, 40), (80, 20)], []),
+    # kept 96; spare ones every 32 tokens would be three, every 64 one
+    "half_of_the_snapshots": (dict(snapshots=4), 100, [(0, 100)], [64, 96]),
+    # kept 64, where the same prompt would look with its window, and no multiple of the spacing; spare every 128
+    "window_back": (dict(snapshots=2, window=32), 104, [(0, 104)], [64]),
+    # kept 96 and 100; with those at multiples of 8 the chunk would publish 12 before its end, of 16 six
+    "inside_a_chunk_eight": (dict(snapshots=60, state_block=4), 100, [(0, 100)], [16, 32, 48, 64, 80, 96, 100]),
+    "eight_in_each_chunk": (dict(snapshots=60, state_block=4, chunk_size=50), 100, [(0, 50), (50, 50)],
+                            [*range(8, 97, 8), 100]),
+    "no_snapshots": (dict(snapshots=None, chunk_size=40), 100, [(0, 40), (40, 40), (80, 20)], []),
 }
 
 
 @pytest.mark.parametrize("sizes, prompt, chunks, edges", CHUNKS.values(), ids=CHUNKS)
-def test_where_chunks_end(sizes, prompt, chunks, edges):
-    """Chunks end at the last edge in them, and one more at the edge where the same prompt would look for its state."""
+def test_what_chunks_publish(sizes, prompt, chunks, edges):
+    """Chunks are as long as they may be; edges where the same prompt, or more, would look for its state, then as many
+    others as the limits allow, evenly."""
     scheduler = make(**({"snapshots": 16} | sizes))
     assert run(scheduler, new("a", prompt)) == [chunks]
     assert scheduler.prefix.counts.published_snapshots == len(edges)
@@ -189,20 +196,22 @@ def test_decoding_publishes_every_edge():
     scheduler = make(snapshots=16, block_size=4)
     first = new("a", 10, max_tokens=20)
     run(scheduler, first)  # 29 tokens computed: the last one is never fed
-    assert scheduler.prefix.counts.published_snapshots == 6  # 8 by the prompt; 12, 16, 20, 24, 28 by the output
+    assert scheduler.prefix.counts.published_snapshots == 7  # 4, 8 by the prompt; 12, 16, 20, 24, 28 by the output
     second = new("b", first.tokens + [1, 2, 3])
     assert run(scheduler, second)[0][0][0] == 28
 
 
 @pytest.mark.parametrize("window, left", [(None, 2), (8, 4)])
 def test_a_long_output_leaves_others_their_snapshots(window, left):
-    """Of its output's snapshots a request keeps those that its next turn may start from; of its prompt's, all."""
+    """Of its output's snapshots a request keeps those that its next turn may start from; its prompt's kept one and
+    those of others stay, spare ones give way."""
     scheduler = make(window=window, snapshots=9, block_size=4, blocks=100)
     run(scheduler, new("a", 41))
     run(scheduler, long := new("b", [50] * 30, max_tokens=100))
-    assert len(scheduler.prefix.snapshots._block_of) == 1 + left and scheduler.prefix.evictions == 0
-    run(scheduler, new("c", 41), new("d", long.tokens + [1]))
-    assert scheduler.prefix.counts.hits == 2
+    pool = scheduler.prefix.snapshots
+    assert len(set(pool._key_of) - pool._spare) == 1 + left
+    run(scheduler, again := new("c", 41), turn := new("d", long.tokens + [1]))
+    assert (again.hit_tokens, turn.hit_tokens) == (40, 128) and scheduler.prefix.counts.hits == 2
 
 
 def test_window_needs_whole_state_blocks():
@@ -236,7 +245,7 @@ def test_failed_steps_publish_nothing():
     scheduler = make(window=32, snapshots=8)
     scheduler.add(request := new("a", 100))
     scheduler.schedule()
-    assert request.snapshots == {64: 1}
+    assert request.snapshots == {64: 1, 32: 2, 96: 3}  # wanted most, then the others
     scheduler.recover()
     assert scheduler.prefix.counts.published_blocks == scheduler.prefix.counts.published_snapshots == 0
     assert not request.snapshots and scheduler.prefix.snapshots.num_used == 0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from test_prefix_cache import make, new
 from test_scheduler import Guess
 
-from torch_replay.prefix_cache import PrefixCache, extend_keys
+from torch_replay.prefix_cache import INNER_EDGES, PrefixCache, extend_keys
 
 
 class World:
@@ -58,13 +58,15 @@ class World:
                 self.kv[group.name][slot] = tuple(tokens[: position + 1])
 
     def publish(self, request, before, after, tokens, prefilling):
-        """SPEC 3.3: a decode publishes the last edge it crossed, a prefill one that it ends on; the rest is junk."""
+        """A decode publishes the last edge it crossed, a prefill all in it that it has snapshots for, and INNER_EDGES
+        before its end at most; the rest is junk."""
         size = self.scheduler.prefix.state_block_size
         edge = after // size * size
-        due = edge == after if prefilling else edge > before
+        assert not prefilling or sum(at < after for at in request.snapshots) <= INNER_EDGES
         for at, snapshot in request.snapshots.items():
-            assert at > request.hit_tokens
-            self.snapshots[snapshot] = tuple(tokens[:at]) if due and at == edge else "junk"
+            assert at > request.hit_tokens and at % size == 0
+            due = before < at <= after if prefilling else before < at == edge
+            self.snapshots[snapshot] = tuple(tokens[:at]) if due else "junk"
 
 
 def forward(world, rng, request, start, count, drafts, prefilling):

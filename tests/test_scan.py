@@ -110,6 +110,21 @@ def test_pieces_chain(family):
     assert error(carried, truth_state) < 1e-5
 
 
+@FAMILIES
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_states_at_edges(family, chunk):
+    """The state after any number of tokens, none and all included, on a chunk's edge and beside it, by row."""
+    function, loop, make = CASES[family]
+    inputs, state = make(50)
+    edges = torch.tensor([[0, 1, 7, 50, 14, 13], [8, 0, 49, 6, 50, 35]])
+    *_, want = loop(*inputs, state, edges)
+    out, final, got = function(*inputs, state, chunk=chunk, edges=edges)
+    assert error(got, want) < 1e-13 and torch.equal(got[:, 0][0], state[0])
+    assert all(torch.equal(a, b) for a, b in zip((out, final), function(*inputs, state, chunk=chunk)))
+    assert error(run_float32(function, inputs, state, chunk=chunk, edges=edges)[2], want) < 1e-5
+    assert error(got.roll(1, 1), want) > 1e-2, "negative control: the edges differ"
+
+
 def mask_tokens(family, inputs, padded):
     """The inputs with the padded tokens made no-ops as callers make them: dt = 0, or g = beta = 0."""
     keep = (~padded)[..., None].to(inputs[0].dtype)
@@ -254,6 +269,15 @@ def test_bad_arguments(family):
 def test_op_equals_loop(sample):
     """Behind the ops the scans are the same, write every output, and change no argument."""
     check_sample(sample, {"ssd_prefill": ssd_prefill, "delta_prefill": delta_prefill}[sample.op])
+
+
+@pytest.mark.parametrize("op", ["ssd_prefill", "delta_prefill"])
+@pytest.mark.parametrize("edge", [-1, 71])
+def test_edges_out_of_range(op, edge):
+    """An edge before the first token or beyond the last is refused by name."""
+    (*args, _), _ = samples(op)[0].make()
+    with pytest.raises(ValueError, match="edges"):
+        OPS[op].wrapper(*args, torch.full((2, 3), edge))
 
 
 @pytest.mark.parametrize("op, position, size, message", [

@@ -95,7 +95,7 @@ def run_checked(watch, prompt, tokens, states) -> tuple[list[int], list[int]]:
 
 # name: engine options, draft script (right, wrong) of each decode step, edges published
 EDGES = {
-    "no_drafts": (dict(state_block_size=4), [], [32, 36, 40, 44, 48, 52, 56]),
+    "no_drafts": (dict(state_block_size=4), [], list(range(4, 57, 4))),
     "small_chunks": (dict(state_block_size=4, chunk_size=7), [], list(range(4, 57, 4))),
     "chunks_end_mid_block": (dict(state_block_size=16, chunk_size=7), [], [16, 32, 48]),
     "edge_at_the_first_accepted": (dict(state_block_size=34, num_spec=3), [(3, 0)], [34]),
@@ -104,10 +104,11 @@ EDGES = {
     "edge_beyond_the_accepted": (dict(state_block_size=36, num_spec=3), [(1, 2), (0, 3), (3, 0)], [36]),
     "edge_with_one_accepted": (dict(state_block_size=34, num_spec=3), [(0, 3)], [34]),
     "edge_in_a_flush": (dict(state_block_size=5, num_spec=3, window=4, ring_len=9), [(3, 0)] * 6,
-                        [30, 35, 40, 45, 50, 55]),
-    "several_edges_in_a_step": (dict(state_block_size=2, num_spec=7), [(7, 0)] * 3, [32, 40, 48, 56]),
-    "a_window_of_one": (dict(state_block_size=3, window=1), [], [30, 33, 36, 39, 42, 45, 48, 51, 54]),
-    "kv_block_is_another": (dict(state_block_size=6, block_size=16), [], [30, 36, 42, 48, 54]),
+                        list(range(5, 56, 5))),
+    "several_edges_in_a_step": (dict(state_block_size=2, num_spec=7), [(7, 0)] * 3,
+                                [*range(4, 33, 4), 40, 48, 56]),
+    "a_window_of_one": (dict(state_block_size=3, window=1), [], [6, 12, 18, 24, *range(30, 55, 3)]),
+    "kv_block_is_another": (dict(state_block_size=6, block_size=16), [], [6, 12, 18, 24, 30, 36, 42, 48, 54]),
 }
 
 
@@ -177,18 +178,16 @@ def test_one_token_chunks(model, length, chunks):
     for token in tokens:
         truth.step(token)
     watch = Watch(model, state_block_size=4 if length == 69 else 64, num_snapshots=8, chunk_size=64)
-    planned, plan = [], watch.prefix.chunk_end
-    ends = iter([sum(chunks[: i + 1]) for i in range(len(chunks))])
-    watch.prefix.chunk_end = lambda request, start, end: (planned.append(start), next(ends))[1]
+    scheduler, planned = watch.runner.scheduler, []
     request_id = watch.runner.add_request(tokens, SamplingParams(max_tokens=5, ignore_eos=True))
     request = watch.runner._live[request_id].request
-    while not request.output_ids:
+    for scheduler.chunk_size in chunks:
+        planned.append(request.num_computed)
         watch.step()
-    assert [*planned, length] == [0, *[sum(chunks[: i + 1]) for i in range(len(chunks))]]
+    assert request.output_ids and planned == [sum(chunks[:i]) for i in range(len(chunks))]
     for context in watch.contexts:
         want = truth.states[PATTERN.index(context.family)]
         assert_close(context.family, context.state[0, request.index + 1], want, 1e-5)
-    watch.prefix.chunk_end = plan
     while watch.runner.has_work:
         watch.step()
     assert request.output_ids == greedy(model, tokens, 5)
@@ -212,8 +211,8 @@ def test_acceptance(model, prompt, text, states, script, window, ring_len):
     watch.runner.scheduler.drafter = Scripted(prompt + text, script)
     got, edges = run_checked(watch, prompt, prompt + text, states)
     assert got == text
-    # 30, where the same prompt would hit, 33, where it ends, and what the drafts do not jump over
-    assert edges[:2] == [30, 33] and len(edges) >= 6
+    # 30, where the same prompt would hit, 33, where it ends, others, and what the drafts do not jump over
+    assert edges[:6] == [6, 12, 18, 24, 30, 33] and len(edges) >= 10
 
 
 @pytest.mark.parametrize("op", ["mamba2_materialize", "gdn_materialize", "copy_slots", "compact_active"])

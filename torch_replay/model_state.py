@@ -16,6 +16,7 @@ from torch import Tensor
 from . import ops
 from .memory import ModelMemory
 from .models.cached import AttnMetadata, Batch, TailBatch
+from .prefix_cache import INNER_EDGES
 from .replay_context import ReplayContext
 from .request import Request
 from .request_state import Changes, InputBatch, RequestState
@@ -131,13 +132,28 @@ class DefaultModelState:
         return InputBatch.empty(rows, tokens, self.memory.device,
                                 Changes(len(self.memory.kv), tokens // config.block_size + 2, edges))
 
-    def prefill_inputs(self, rows: int, tokens: int) -> InputBatch:
-        """Inputs of prompt chunks: they bring all that the device is to know of their requests."""
+    def prefill_inputs(self, rows: int, tokens: int, inner: Optional[int] = None) -> InputBatch:
+        """Inputs of prompt chunks: they bring all that the device is to know of their requests.
+
+        inner: snapshots that a row publishes inside its chunk at most, None: as many as the scheduler ever asks for.
+        """
         history = self.requests.history
+        if inner is None:
+            inner = INNER_EDGES if self._publishing else 0
         changes = Changes(len(self.memory.kv), self.requests.kv_tables.shape[2],
                           max((states.live_col for states in self._publishing), default=0), True,
-                          history.lookback_depth if history is not None else 0)
+                          history.lookback_depth if history is not None else 0, inner)
         return InputBatch.empty(rows, tokens, self.memory.device, changes)
+
+    def inner_edges(self, rows: list[tuple[int, list[int]]]) -> list[dict[int, int]]:
+        """For rows of (request index, token ids), slots of the snapshots that each publishes inside its chunk, by the
+        number of its tokens before them."""
+        host, found = self.requests.host, []
+        for request, tokens in rows:
+            first = int(host.num_computed[request])
+            found.append({edge - first: slot for edge, slot in host.snapshots[request].items()
+                          if first < edge < first + len(tokens)})
+        return found
 
     @property
     def _publishing(self) -> list[ReplayContext]:
@@ -154,7 +170,16 @@ class DefaultModelState:
         history, changes = self.requests.history, inputs.changes
         if changes.whole and before is None:
             before = [[] for _ in rows]
-        inputs.fill(rows, prefilling, lambda arrays, index: self._fill_changes(changes, arrays, index, before))
+        def more(arrays, index):
+            self._fill_changes(changes, arrays, index, before)
+            if changes.inner:
+                arrays["inner_ends"].fill(0)
+                arrays["inner_slots"].fill(0)
+                for row, edges in enumerate(self.inner_edges(rows)):
+                    arrays["inner_ends"][row, : len(edges)] = list(edges)
+                    arrays["inner_slots"][row, : len(edges)] = list(edges.values())
+
+        inputs.fill(rows, prefilling, more)
         if history is not None:
             history.prefetch(rows, self.requests.host.num_computed, before if changes.whole else None,
                              *inputs.upload.places["input_ids"][1])
@@ -276,6 +301,8 @@ class DefaultModelState:
                 conv_slots[family] = torch.where(idx_mapping >= 0, idx_mapping + 1, 0)
         batch = Batch(input_ids, positions, positions.view(rows, tokens)[:, 0], seq_lens, query_start_loc, query_lens,
                       conv_slots, state_slots, token_slots, windows, allocate=inputs.allocate)
+        if inputs.changes is not None and inputs.changes.inner:
+            batch.edges, batch.edge_slots = inputs.view("inner_ends"), inputs.view("inner_slots")
         if self.requests.history is not None:
             batch.engram = self.requests.history.contexts(input_ids, batch, idx_mapping, inputs.num_reqs)
         return batch

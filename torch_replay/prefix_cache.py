@@ -4,12 +4,21 @@ Three kinds of memory follow three rules:
 
     full attention   blocks are shared: a block stands for all tokens up to its end
     sliding window   private: the last window before the hit is computed again ("replayed"), from tokens alone
-    state space      a snapshot of the state, published where a step ended on, or crossed, an edge of a state block
+    state space      a snapshot of the state, published at edges of state blocks: by a prompt chunk at several inside it
+                     and at its end, by a decode step at the last one that it reached
 
 A request that hits at boundary H therefore starts at `H - window`, where the snapshot must stand, and keeps all blocks
 of full attention up to H. Between `H - window` and H it overwrites nothing that is shared: what it computes there is
 an approximation, because the window's keys below its start are missing. For the same reason it publishes snapshots
 only beyond H.
+
+Which edges of a prompt are published, and what goes when snapshots run short: *kept* are the edge where the same
+prompt, sent again, would look for its state, the end of the prompt, and the edge where it parts from what was known
+before, as its blocks of full attention tell (a prompt that begins alike will look there). *Spare* are the others, at
+the finest spacing (a power of two of state blocks) of which a prompt takes half of the snapshots at most, and a chunk
+INNER_EDGES; should those not suffice, the coarser multiples come first. A spare snapshot takes the place of another
+spare one at most, the least recently used first. A hit makes it a kept one. Kept ones take the place of spare ones, and
+if there are none, of the least recently used kept one.
 """
 
 from array import array
@@ -22,13 +31,17 @@ from typing import Optional
 from torch_replay.block_pool import BlockPool
 from torch_replay.request import Request, check_int
 
+INNER_EDGES = 8  # snapshots that a prompt chunk publishes before its end, at most: their states are computed together
+
 
 @dataclass(frozen=True)
 class Hit:
-    """boundary: H, tokens that need not be computed but for the replay. start: the first token to compute."""
+    """boundary: H, tokens that need not be computed but for the replay. start: the first token to compute. branch: the
+    edge where a snapshot would have made for a longer hit, as far as blocks go; 0: none would."""
 
     boundary: int = 0
     start: int = 0
+    branch: int = 0
 
 
 @dataclass
@@ -94,13 +107,15 @@ class PrefixCache:
             while end <= limit and all(self._find(pool, request, end) for pool in self.full_pools.values()):
                 end += self.block_size
             limit = end - self.block_size
+        branch = 0
         for boundary in self.boundaries(limit):
             start = boundary - self.replay_window
             if self.replay_window and request.first_hit not in (None, boundary):
                 continue
             if self.snapshots is None or self._find(self.snapshots, request, start):
-                return Hit(boundary, start)
-        return Hit()
+                return Hit(boundary, start, branch)
+            branch = branch or start
+        return Hit(branch=branch)
 
     def boundaries(self, limit: int) -> Iterator[int]:
         """Boundaries up to `limit` tokens that a hit may have, the longest first."""
@@ -119,7 +134,7 @@ class PrefixCache:
     def adopt(self, request: Request, hit: Hit) -> None:
         """Notes a hit in the request and takes hold of its snapshot; its blocks the caller shares."""
         request.hit_tokens, request.output_edges, request.first_hit = hit.boundary, [], hit.boundary
-        request.num_computed = hit.start
+        request.num_computed, request.branch_edge = hit.start, hit.branch
         request.replay_start = hit.start if self.replay_window else 0
         if hit.boundary:
             if self.snapshots is not None:
@@ -127,22 +142,6 @@ class PrefixCache:
             self.counts.hits += 1
             self.counts.hit_tokens += hit.boundary
             self.counts.replayed_tokens += hit.boundary - hit.start
-
-    def chunk_end(self, request: Request, start: int, end: int) -> int:
-        """Where the prompt chunk start .. end should end instead, so that useful snapshots are published.
-
-        A chunk can publish at its end alone. So the chunk that reaches it is cut at the edge where the same tokens,
-        sent again, would look for their snapshot; and any other chunk that does not end the prompt is cut at the last
-        edge in it.
-        """
-        if self.snapshots is None:
-            return end
-        longest = next(self.boundaries(request.num_tokens - 1), 0)
-        wanted = longest - self.replay_window
-        if longest and max(start, request.hit_tokens) < wanted < end:
-            return wanted
-        edge = end // self.state_block_size * self.state_block_size
-        return edge if end < request.num_tokens and edge > start else end
 
     def claim(self, request: Request, start: int, end: int, prefilling: bool) -> None:
         """Takes a snapshot for every edge at which the step over tokens start .. end may publish; those that nothing
@@ -154,21 +153,41 @@ class PrefixCache:
         if request.private:
             return
         size = self.state_block_size
-        for edge in range(start // size * size + size, end + 1, size):
-            if edge <= request.hit_tokens or (prefilling and edge < end):
+        if prefilling:
+            kept, spare = self._prompt_edges(request, start, end)
+        else:
+            kept, spare = list(range(start // size * size + size, end + 1, size)), []
+        for edge in kept + spare:
+            if edge <= request.hit_tokens:
                 continue
             if edge <= len(request.prefix_keys) * self.key_step and self._find(self.snapshots, request, edge):
                 continue  # somebody published it
-            ids = self.snapshots.allocate(1)
+            ids = self.snapshots.allocate(1, spare=edge in spare)
             if ids is not None:
                 request.snapshots[edge] = ids[0]
 
+    def _prompt_edges(self, request: Request, start: int, end: int) -> tuple[list[int], list[int]]:
+        """Edges that a prompt chunk start .. end should publish, kept ones and spare ones, the most wanted first."""
+        size, tokens = self.state_block_size, request.num_tokens
+        again = next(self.boundaries(tokens - 1), 0) - self.replay_window
+        kept = [edge for edge in dict.fromkeys((again, request.branch_edge, tokens))
+                if start < edge <= end and edge % size == 0]
+        share, room = max((self.snapshots.num_blocks - 1) // 2, 1), INNER_EDGES - sum(edge < end for edge in kept)
+        stride = size
+        while True:
+            spare = [edge for edge in range(start // stride * stride + stride, end + 1, stride) if edge not in kept]
+            if tokens // stride <= share and sum(edge < end for edge in spare) <= room:
+                break
+            stride *= 2
+        return kept, sorted(spare, key=lambda edge: -((edge // size) & -(edge // size)))
+
     def settle(self, request: Request, before: int, drafts: list[int], under_way: bool = False) -> None:
         """After a forward that took the request from `before` computed tokens to `num_computed`: publishes its whole
-        blocks and the snapshot that the step made, and lets go of the others.
+        blocks and the snapshots that the step made, and lets go of the others.
 
         drafts: computed tokens that the request does not list yet. under_way: the request's next step is, whose claims
-        stay. The snapshot is the one at the last edge that the step reached, the rule by which `ops.ring_commit` plans.
+        stay. A prompt chunk made all that it claimed, a decode step the one at the last edge that it reached, the rule
+        by which `ops.ring_commit` plans.
         """
         after = request.num_computed
         if not request.private:
@@ -186,8 +205,9 @@ class PrefixCache:
             for column in range(max(before, request.hit_tokens) // self.block_size, after // self.block_size):
                 key = self._key(request, (column + 1) * self.block_size)
                 self.counts.published_blocks += pool.publish(table[column], key)
-        edge = after // self.state_block_size * self.state_block_size
-        if edge in request.snapshots:
+        last = after // self.state_block_size * self.state_block_size
+        # drafts come with decode steps alone, and without them a decode step reaches one edge at most
+        for edge in [edge for edge in request.snapshots if edge <= after and (not drafts or edge == last)]:
             published = self.snapshots.publish(request.snapshots[edge], self._key(request, edge))
             self.counts.published_snapshots += published
             if published and edge > len(request.prompt_ids):
@@ -210,7 +230,8 @@ class PrefixCache:
     def drop(self, request: Request) -> None:
         """Lets go of all snapshots that the request holds."""
         if self.snapshots is not None:
-            self.snapshots.free([request.source, *request.snapshots.values()])
+            # the least wanted first: so they are evicted
+            self.snapshots.free([*reversed(request.snapshots.values()), request.source])
             request.source, request.snapshots = 0, {}
 
     def _key(self, request: Request, end: int) -> bytes:

@@ -132,10 +132,11 @@ class Request:
 
     With a prefix cache: only requests of one cache_salt share prefixes. prefix_keys: names of the first tokens, see
     `prefix_cache`. hit_tokens: H, the boundary up to which the request took over what others computed. first_hit: H of
-    its last admission, kept when it is put back, None before any. replay_start: first position that its sliding windows
-    may look at, 0: all. source: snapshot that its state starts from, snapshots: those that this step may publish, by
-    the edge they stand at; both are held for one step only. output_edges: where it published snapshots beyond its
-    prompt that are still wanted. private: publishes nothing until it is computed anew.
+    its last admission, kept when it is put back, None before any. branch_edge: where a snapshot would have made the hit
+    longer. replay_start: first position that its sliding windows may look at, 0: all. source: snapshot that its state
+    starts from, snapshots: those that this step may publish, by the edge they stand at; both are held for one step
+    only. output_edges: where it published snapshots beyond its prompt that are still wanted. private: publishes nothing
+    until it is computed anew.
 
     params: with the request's own seed, if they came without one.
 
@@ -164,6 +165,7 @@ class Request:
     replay_start: int = 0
     source: int = 0
     snapshots: dict[int, int] = field(default_factory=dict)
+    branch_edge: int = 0
     output_edges: list[int] = field(default_factory=list)
     private: bool = False
     prompt_logprobs: list[float] = field(default_factory=list)

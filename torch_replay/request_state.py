@@ -84,6 +84,7 @@ class Changes:
 
     groups: KV groups. blocks: consecutive columns of a request's tables. edges: consecutive snapshot columns, 0: none.
     whole: from column 0 on, else from where the device's tables end. lookback: token ids before the row's first.
+    inner: snapshots published inside a prompt chunk, by the number of the row's tokens before them; 0: none.
     """
 
     groups: int
@@ -91,6 +92,7 @@ class Changes:
     edges: int = 0
     whole: bool = False
     lookback: int = 0
+    inner: int = 0
 
 
 @dataclass
@@ -126,6 +128,8 @@ class InputBatch:
                 shapes.update(src_cols=(rows,), dst_cols=(rows,))
             if changes.lookback:
                 shapes.update(lookback=(rows, changes.lookback))
+            if changes.inner:
+                shapes.update(inner_ends=(rows, changes.inner), inner_slots=(rows, changes.inner))
         batch = cls(Upload(shapes, device), changes=changes)
         batch.upload.fix("query_start_loc", np.arange(rows + 1) * tokens)
         batch.fill([])

@@ -320,7 +320,6 @@ class Scheduler:
             start = request.num_computed
             length = min(self.chunk_size, budget, request.num_tokens - start)
             if self.prefix is not None:
-                length = self.prefix.chunk_end(request, start, start + length) - start
                 self.prefix.claim(request, start, start + length, prefilling=True)
             self._take(request, self._missing(request, self.window_groups, start + length))
             self._reserve()

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 
-def ssd_scan(x, dt, A, B, C, initial_state=None, chunk=64):
-    """Runs the Mamba-2 recurrence over T tokens and returns `(y, final_state)`.
+def ssd_scan(x, dt, A, B, C, initial_state=None, chunk=64, edges=None):
+    """Runs the Mamba-2 recurrence over T tokens and returns `(y, final_state)`, with edges also the states there.
 
     `S_t = exp(A dt_t) S_{t-1} + dt_t x_t B_t^T` and `y_t = S_t C_t` per head, head h reading B/C group `h // (H/Gr)`
     (Mamba-2, Dao and Gu 2024, sections 3 and 6: the quadratic form inside a chunk, the linear one between chunks).
@@ -21,7 +21,9 @@ def ssd_scan(x, dt, A, B, C, initial_state=None, chunk=64):
     x `[B,T,H,P]`, dt `[B,T,H]` (already processed, >= 0), A `[H]` (negative), B and C `[B,T,Gr,N]`, initial_state
     `[B,H,P,N]` or None for zero, chunk a positive int. y `[B,T,H,P]` in the dtype of x, final_state `[B,H,P,N]` in
     float32, or float64 if x is float64; all arithmetic is in that dtype. A token with dt = 0 changes no state (its x
-    and B must still be finite). Raises ValueError for T = 0, shapes that do not fit together, or chunk < 1.
+    and B must still be finite). edges `[B,E]` ints in 0..T or None: the third result is then the states after the first
+    `edges` tokens of each row, `[B,E,H,P,N]`. Raises ValueError for T = 0, shapes that do not fit together, or
+    chunk < 1.
     """
     batch, tokens, heads, _ = x.shape
     groups = B.shape[2]
@@ -48,11 +50,12 @@ def ssd_scan(x, dt, A, B, C, initial_state=None, chunk=64):
 
     before, final_state = _carry_states(chunk_states, total[..., -1], initial_state)
     y_before = (C @ before.transpose(-1, -2)) * from_start[..., None]
-    return _from_chunks(y_within + y_before, tokens).to(out_dtype), final_state
+    y = _from_chunks(y_within + y_before, tokens).to(out_dtype)
+    return (y, final_state) if edges is None else (y, final_state, _states_at(edges, before, total, x_dt, B))
 
 
-def delta_scan(q, k, v, g, beta, initial_state=None, chunk=64):
-    """Runs the gated delta rule over T tokens and returns `(o, final_state)`.
+def delta_scan(q, k, v, g, beta, initial_state=None, chunk=64, edges=None):
+    """Runs the gated delta rule over T tokens and returns `(o, final_state)`, with edges also the states there.
 
     `u_t = beta_t (v_t - e^{g_t} S_{t-1} k_t)`, `S_t = e^{g_t} S_{t-1} + u_t k_t^T`, `o_t = S_t q_t` per value head,
     value head h reading key head `h // (HV/H)` (Gated DeltaNet, Yang, Kautz and Hatamizadeh 2024). Inside a chunk the
@@ -62,7 +65,7 @@ def delta_scan(q, k, v, g, beta, initial_state=None, chunk=64):
     q and k `[B,T,H,K]`, v `[B,T,HV,V]`, g (log decay, <= 0) and beta `[B,T,HV]`, initial_state `[B,HV,V,K]` or None for
     zero, chunk a positive int. Keys should have unit length. o `[B,T,HV,V]` in the dtype of v, final_state
     `[B,HV,V,K]` in float32, or float64 if v is float64; all arithmetic is in that dtype. A token with g = 0 and
-    beta = 0 changes no state (its q, k, v must still be finite). Raises ValueError as `ssd_scan` does.
+    beta = 0 changes no state (its q, k, v must still be finite). edges and errors as in `ssd_scan`.
     """
     tokens, heads = v.shape[1:3]
     _check(chunk >= 1, "chunk", chunk, "a positive integer")
@@ -96,24 +99,30 @@ def delta_scan(q, k, v, g, beta, initial_state=None, chunk=64):
     if state is None:
         state = v.new_zeros(v.shape[0], heads, v.shape[-1], k.shape[-1])
     state = state.to(work)
-    outputs = []
+    outputs, before, updates = [], [], []
     for c in range(v.shape[1]):
         state_t = state.transpose(-1, -2)
         u = u_free[:, c] - u_per_state[:, c] @ state_t
         outputs.append(q_start[:, c] @ state_t + attend[:, c] @ u)
+        if edges is not None:
+            before.append(state)
+            updates.append(u)
         state = keep[:, c] * state + u.transpose(-1, -2) @ keys_end[:, c]
-    return _from_chunks(torch.stack(outputs, 1), tokens).to(out_dtype), state
+    o = _from_chunks(torch.stack(outputs, 1), tokens).to(out_dtype)
+    if edges is None:
+        return o, state
+    return o, state, _states_at(edges, torch.stack(before, 1), total, torch.stack(updates, 1), k)
 
 
-def ssd_prefill(x, dt, A, B, C, initial_state=None, *, out):
-    """`ssd_scan` into out, (y, final_state)."""
-    for result, value in zip(out, ssd_scan(x, dt, A, B, C, initial_state), strict=True):
+def ssd_prefill(x, dt, A, B, C, initial_state=None, edges=None, *, out):
+    """`ssd_scan` into out, (y, final_state, edge_states); the last is empty without edges."""
+    for result, value in zip(out, ssd_scan(x, dt, A, B, C, initial_state, edges=edges)):
         result.copy_(value)
 
 
-def delta_prefill(q, k, v, g, beta, initial_state=None, *, out):
-    """`delta_scan` into out, (o, final_state)."""
-    for result, value in zip(out, delta_scan(q, k, v, g, beta, initial_state), strict=True):
+def delta_prefill(q, k, v, g, beta, initial_state=None, edges=None, *, out):
+    """`delta_scan` into out, (o, final_state, edge_states); the last is empty without edges."""
+    for result, value in zip(out, delta_scan(q, k, v, g, beta, initial_state, edges=edges)):
         result.copy_(value)
 
 
@@ -170,3 +179,23 @@ def _carry_states(chunk_states, chunk_decay, initial_state):
     weights = _decay_matrix(total, chunk_states.dtype)
     after = (weights @ added.flatten(-2)).view_as(added).transpose(1, 2)  # [b, c + 1, h, p, n]
     return after[:, :-1], after[:, -1]
+
+
+def _states_at(edges, before, total, values, keys):
+    """The states after the first `edges` tokens of each row, `[b, e, h, p, n]`; edges `[b, e]`, 0: the initial one.
+
+    Both recurrences keep `S_t = exp(total_t) before + sum_{s <= t} exp(total_t - total_s) values_s keys_s^T` within a
+    chunk: before `[b, c, h, p, n]` its first state, total `[b, c, h, l]` summed log decays in float64, values
+    `[b, c, h, l, p]`, keys `[b, c, h, l, n]`. So a state at any token costs one chunk's product.
+    """
+    size, work = total.shape[-1], values.dtype
+    edges = edges.long()
+    chunk = (edges - 1).clamp(min=0) // size  # a state at a chunk's end is computed from that chunk
+    last = edges - 1 - chunk * size  # -1: no token of the chunk
+    at = torch.arange(edges.shape[0], device=edges.device)[:, None], chunk
+    last = last[..., None, None]
+    end = total[at].gather(-1, last.clamp(min=0).expand(-1, -1, total.shape[2], -1)).masked_fill(last < 0, 0.0)
+    beyond = torch.arange(size, device=edges.device) > last
+    weights = (end - total[at]).to(work).masked_fill(beyond, float("-inf")).exp()
+    added = (values[at] * weights[..., None]).transpose(-1, -2) @ keys[at]
+    return before[at] * end.to(work).exp()[..., None] + added

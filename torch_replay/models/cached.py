@@ -4,6 +4,7 @@ Both routes take tokens as `[rows, T]` of which the first `query_lens[row]` are 
 `output` of each mixer with training, and leave the caches so that either route may follow.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Optional
@@ -51,6 +52,9 @@ class Batch:
     decay_rates: list[Tensor] = field(default_factory=list)  # by Mamba-2 layer, A [H], which the forward fills in
     allocate: Callable[..., Tensor] = fresh_tensor  # makes what is written for the step
     tail: Optional["TailBatch"] = None  # decoder-side replay, in steps that drop tokens
+    # by row of a prefill, [B, E] int32: tokens after which a snapshot is taken inside the chunk, and its slot; 0: none
+    edges: Optional[Tensor] = None
+    edge_slots: Optional[Tensor] = None
 
 
 @dataclass
@@ -149,9 +153,10 @@ def _prefill_mamba2(mixer, states, place, h, batch):
     x, B, C = mixer.split(mixer.conv(raw, history))
     _append_conv(states, place, raw, batch)
     real = _real_tokens(h, batch)[..., None]
-    y, final = mixer.core(x, torch.where(real, mixer.step_sizes(dt), 0.0), B, C,
-                          _initial_state(states, place, batch), ops.ssd_prefill)
-    _store_state(states, place, final, batch)
+    scan = functools.partial(ops.ssd_prefill, edges=batch.edges)
+    y, final, at_edges = mixer.core(x, torch.where(real, mixer.step_sizes(dt), 0.0), B, C,
+                                    _initial_state(states, place, batch), scan)
+    _store_states(states, place, final, at_edges, batch)
     return mixer.output(mixer.gate(y, z))
 
 
@@ -162,8 +167,9 @@ def _prefill_gdn(mixer, states, place, h, batch):
     _append_conv(states, place, raw, batch)
     real = _real_tokens(h, batch)[..., None]
     g, beta = (torch.where(real, value, 0.0) for value in mixer.decays(a, b))
-    o, final = mixer.core(q, k, v, g, beta, _initial_state(states, place, batch), ops.delta_prefill)
-    _store_state(states, place, final, batch)
+    scan = functools.partial(ops.delta_prefill, edges=batch.edges)
+    o, final, at_edges = mixer.core(q, k, v, g, beta, _initial_state(states, place, batch), scan)
+    _store_states(states, place, final, at_edges, batch)
     return mixer.output(o, z)
 
 
@@ -187,10 +193,16 @@ def _initial_state(states, place, batch):
     return torch.where(began, found, 0.0)
 
 
-def _store_state(states, place, final, batch):
-    """Hands the state over as the new checkpoint, rounded to nearest; rows of padding leave the null slot as it is."""
-    slots, dtype = batch.state_slots[states.family].long(), states.state.dtype
-    real, old = (slots > 0).view(-1, 1, 1, 1), states.state[place, slots]
+def _store_states(states, place, final, at_edges, batch):
+    """Hands the state [B, ...] over as the new checkpoint, those at edges [B, E, ...] as snapshots."""
+    _store_state(states, place, final, batch.state_slots[states.family].long())
+    if batch.edges is not None:
+        _store_state(states, place, at_edges.flatten(0, 1), batch.edge_slots.flatten().long())
+
+
+def _store_state(states, place, final, slots):
+    """Writes checkpoints [B, ...], rounded to nearest, to slots [B]; the null slot stays as it is."""
+    dtype, real, old = states.state.dtype, (slots > 0).view(-1, 1, 1, 1), states.state[place, slots]
     rounded, scales = round_state(dtype, slots, final, states.state_scale is not None, None, 0)
     if scales is not None:
         kept = torch.where(real[..., 0], scales, states.state_scale[place, slots])
@@ -214,13 +226,17 @@ def _conv_history(states, place, width, batch):
 
 
 def _append_conv(states, place, raw, batch):
-    """Writes each row's last inputs to their columns, `position % conv_len`. raw: [B, T, D]."""
-    ring, slots = states.conv_ring[place], batch.conv_slots[states.family].long()
-    length = ring.shape[2]
-    end = batch.first + batch.query_lens
+    """Writes each row's last inputs to their columns, `position % conv_len`, and to the ring of a snapshot inside the
+    chunk the last inputs before it. raw: [B, T, D]."""
+    ring, slots = states.conv_ring[place], batch.conv_slots[states.family].long()[:, None]
+    length, ends, live = ring.shape[2], batch.query_lens.long()[:, None], ring[slots]
+    if batch.edges is not None:
+        ends, slots = torch.cat([ends, batch.edges.long()], 1), torch.cat([slots, batch.edge_slots.long()], 1)
     column = torch.arange(length, device=raw.device)
-    # the newest token of the chunk that falls on each column, counted from the row's first token
-    token = batch.query_lens.long()[:, None] - 1 - (end[:, None] - 1 - column) % length
-    new = raw.gather(1, token.clamp(min=0)[..., None].expand(-1, -1, raw.shape[2])).transpose(1, 2)
-    values = torch.where((token >= 0)[:, None], new.to(ring.dtype), ring[slots])
-    _write_slots(states.conv_ring, place, slots, values)
+    # the newest token before each end that falls on each column, counted from the row's first token
+    token = ends[..., None] - 1 - ((batch.first[:, None] + ends)[..., None] - 1 - column) % length
+    at = token.clamp(min=0).flatten(1)[..., None].expand(-1, -1, raw.shape[2])
+    new = raw.gather(1, at).unflatten(1, token.shape[1:]).transpose(2, 3)
+    values = torch.where((token >= 0)[:, :, None], new.to(ring.dtype), live)
+    values = torch.where((slots > 0)[..., None, None], values, ring[0])  # nobody writes the null slot
+    _write_slots(states.conv_ring, place, slots.flatten(), values.flatten(0, 1))

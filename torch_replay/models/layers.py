@@ -89,11 +89,11 @@ class Mamba2Mixer(nn.Module):
     def core(self, x, dt, B, C, initial_state=None, scan=ssd_scan):
         """Processed dt -> `(y, final_state)`, y `[B,T,H,P]` with the D skip, not gated; state `[B,H,P,N]`.
 
-        scan: `ssd_scan`, or what computes the same without gradients.
+        scan: `ssd_scan`, or what computes the same without gradients. What it returns besides follows the state.
         """
         with _full_precision(x):
-            y, state = scan(x, dt, self.decay_rates(), B, C, initial_state)
-        return y + (x * self.D[:, None]).to(y.dtype), state
+            y, *states = scan(x, dt, self.decay_rates(), B, C, initial_state)
+        return y + (x * self.D[:, None]).to(y.dtype), *states
 
     def gate(self, y, z):
         """`y * silu(z)`, both `[B,T,H,P]`; before the norm, so that the decode op can do it."""
@@ -157,7 +157,7 @@ class GDNMixer(nn.Module):
     def core(self, q, k, v, g, beta, initial_state=None, scan=delta_scan):
         """q and k as `split` gives them, g and beta processed -> `(o [B,T,HV,V], final_state [B,HV,V,K])`.
 
-        scan: `delta_scan`, or what computes the same without gradients.
+        scan: `delta_scan`, or what computes the same without gradients; its results are returned as they are.
         """
         with _full_precision(v):
             return scan(l2_normalise(q) * self.scale, l2_normalise(k), v, g, beta, initial_state)
