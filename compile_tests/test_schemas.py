@@ -90,8 +90,8 @@ ring_commit(Tensor(a0!) ring_start, Tensor(a1!) ring_committed, Tensor(a2!) src_
     idx_mapping, *, SymInt block_size, SymInt window, SymInt ring_len, bool post_step, bool materialize) -> ()
 ring_reset(Tensor(a0!) ring_start, Tensor(a1!) ring_committed, Tensor block_tables, Tensor src_cols, Tensor
     dst_cols, Tensor? idx_mapping=None) -> ()
-ssd_prefill(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? initial_state=None, Tensor?
-    edges=None) -> (Tensor, Tensor, Tensor)
+ssd_prefill(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? initial_state=None, Tensor? edges=None)
+    -> (Tensor, Tensor, Tensor)
 swa_attention(Tensor q, Tensor cache, Tensor indices, Tensor lens, *, float scale) -> Tensor
 swa_indices(Tensor(a0!) indices, Tensor(a1!) lens, Tensor seq_lens, Tensor query_start_loc, Tensor
     block_table, Tensor slot_mapping, Tensor? replay_start=None, Tensor? query_lens=None, *, SymInt window,
