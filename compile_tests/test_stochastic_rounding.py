@@ -85,7 +85,8 @@ def test_every_replay_draws_anew(sample, device):
     assert torch.equal(raw(got), raw(draws(eager, eager)))
 
     exact = eager.exact()
-    rounded = (exact != eager.first_state) & (got.float() != exact).any(0)
+    untouched = (exact == eager.first_state) | (exact.isnan() & eager.first_state.isnan())  # poison among it
+    rounded = ~untouched & (got.float() != exact).any(0)
     assert rounded.sum() > 1000
     flat = got[:, rounded]
     assert all((flat[i] != flat[i - 1]).any() for i in range(STEPS))
