@@ -1,10 +1,14 @@
 """Prompt lookup against a search by hand."""
 
+import gc
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_replay.drafter import NoDraft, PromptLookup
+from torch_replay.request import Request, Tokens
 
 
 def by_hand(tokens, limit, max_ngram, min_ngram):
@@ -52,3 +56,38 @@ def test_sizes_are_checked():
             PromptLookup(**sizes)
     with pytest.raises(TypeError, match="max_ngram"):
         PromptLookup(max_ngram=2.0)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.lists(st.integers(-2, 2), max_size=50),
+       st.integers(5, 12))
+def test_index_against_search_by_hand(prompt, steps, history):
+    """A request that grows, and loses tokens now and then (a failed step's), drafts as if it were searched anew."""
+    request, drafter = Request("a", prompt), PromptLookup(4, 2, history)
+    for token in steps:
+        if token >= 0:
+            request.output_ids.append(token)
+        else:
+            del request.output_ids[token:]
+        tokens = request.tokens
+        assert list(request.view) == tokens and request.view[-3:] == tokens[-3:]
+        assert drafter.propose(request.view, 3) == by_hand(tokens[-history:], 3, 4, 2)
+
+
+def test_a_step_looks_at_new_tokens_alone(monkeypatch):
+    """The tokens that a step reads do not grow with the context, nor does an index beyond its history; it goes with the
+    request."""
+    rng = random.Random(0)
+    request, drafter, read = Request("a", [rng.randint(0, 50) for _ in range(20_000)]), PromptLookup(history=500), []
+    right = Tokens.__getitem__
+    monkeypatch.setattr(Tokens, "__getitem__", lambda self, place: (read.append(place), right(self, place))[1])
+    for step in range(30):
+        read.clear()
+        drafter.propose(request.view, 4)
+        assert step == 0 or len(read) < 20
+        request.output_ids.append(rng.randint(0, 50))
+    (index,) = drafter._indices.values()
+    assert len(index.ends) <= 3 * 500
+    del request
+    gc.collect()
+    assert not drafter._indices

@@ -78,7 +78,7 @@ def reset(made):
 def postprocess(made):
     states = made.memory.states["mamba2"]
     ones = torch.ones(ROWS, dtype=torch.int32)
-    states.postprocess(ones, ones, ones == 0, ones[:1], query_lens=ones, live_cols=states.live_cols,
+    states.postprocess(ones, ones, ones == 0, ones[:1], query_lens=ones, live_cols=states.live_cols[:ROWS],
                        A=torch.zeros(len(states.layers), states.spec.heads))
 
 

@@ -42,7 +42,7 @@ def test_second_process(tmp_path):
     """The first start misses and makes one file; the second finds all of it there and writes nothing."""
     first = start(tmp_path, 1)
     assert first["fxgraph_cache_miss"] == 1 and "fxgraph_cache_hit" not in first
-    file, = (tmp_path / "torch_replay").iterdir()
+    file, = (tmp_path / "torch_replay").glob("*.bin")  # compiled CPU kernels lie there too
     before = file.stat().st_mtime_ns
     second = start(tmp_path, 2)
     assert second["fxgraph_cache_hit"] == 1 and "fxgraph_cache_miss" not in second
@@ -151,4 +151,4 @@ def test_turned_off(cache, tmp_path, monkeypatch, how):
     runner = engine(tiny_model(pattern=("mamba2",)), 1, compiled=how != "not compiled", startup_cache=how != "option")
     runner.decode.run = {"greedy": lambda: torch.zeros(2, 3, dtype=torch.int64)}
     runner.warm_up(sampling=False)
-    assert (tmp_path / "torch_replay").exists() == (how is None)
+    assert any((tmp_path / "torch_replay").glob("*.bin")) == (how is None)

@@ -22,7 +22,7 @@ if there are none, of the least recently used kept one.
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import gcd
@@ -99,7 +99,7 @@ class PrefixCache:
         """
         if request.params.prompt_logprobs:
             return Hit()
-        tokens = request.tokens
+        tokens = request.view
         extend_keys(request.prefix_keys, tokens, self.key_step, request.cache_salt)
         limit = len(tokens) - 1
         if self.full_pools:
@@ -199,7 +199,8 @@ class PrefixCache:
 
     def _publish(self, request: Request, before: int, after: int, drafts: list[int]) -> None:
         if before // self.key_step < after // self.key_step:
-            extend_keys(request.prefix_keys, request.tokens + drafts, self.key_step, request.cache_salt)
+            tokens = request.tokens + drafts if drafts else request.view
+            extend_keys(request.prefix_keys, tokens, self.key_step, request.cache_salt)
         for name, pool in self.full_pools.items():
             table = request.tables[name]
             for column in range(max(before, request.hit_tokens) // self.block_size, after // self.block_size):
@@ -241,7 +242,7 @@ class PrefixCache:
         return pool.find(self._key(request, end))
 
 
-def extend_keys(keys: list[bytes], tokens: list[int], step: int, salt: str = "") -> None:
+def extend_keys(keys: list[bytes], tokens: Sequence[int], step: int, salt: str = "") -> None:
     """Appends what is missing in `keys`, of which entry i names the first (i + 1) * step tokens under `salt`.
 
     Each key is a digest of the one before and of the tokens since, so equal keys mean equal prefixes: BLAKE2b (Aumasson

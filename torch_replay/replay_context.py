@@ -212,7 +212,7 @@ class ReplayContext:
         slot and its cursors are copied; without one, the checkpoint is zeroed and the cursors are 0, 0. Rows without
         a dst change nothing.
         """
-        rows = self.block_tables.shape[1] if idx_mapping is None else idx_mapping.shape[0]
+        rows = (dst_cols if idx_mapping is None else idx_mapping).shape[0]
         tables = self.block_tables[:, :rows]
         src, dst = _slot_at(tables, src_cols, idx_mapping), _slot_at(tables, dst_cols, idx_mapping)
         every_row = torch.arange(rows, dtype=torch.int32, device=dst.device)

@@ -2,7 +2,9 @@
 
 import math
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from numbers import Integral, Real
 from typing import Optional
 
@@ -193,6 +195,11 @@ class Request:
         """Prompt and output as far as they are known, a fresh list."""
         return self.prompt_ids + self.output_ids
 
+    @cached_property
+    def view(self) -> "Tokens":
+        """`tokens` without a copy: it follows the request."""
+        return Tokens(self)
+
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.output_ids) + self.pending
@@ -206,3 +213,26 @@ class Request:
         """Admitted, with an output, and only the last token not computed yet. An admitted request that is not decoding
         is prefilling, be it over its prompt or, after a preemption, over prompt and outputs."""
         return self.index >= 0 and bool(self.output_ids) and self.num_computed == self.num_tokens - 1
+
+
+class Tokens(Sequence):
+    """The tokens of a request, read in place: `len` and single ones at no cost, slices as lists of their own."""
+
+    def __init__(self, request: Request):
+        # the lists, not the request: it holds this view, and both go when the last user lets go
+        self._prompt, self._output = request.prompt_ids, request.output_ids
+
+    def __len__(self) -> int:
+        return len(self._prompt) + len(self._output)
+
+    def __getitem__(self, place):
+        prompt = len(self._prompt)
+        if isinstance(place, slice):
+            begin, end, step = place.indices(len(self))
+            if step != 1:
+                return [self[i] for i in range(begin, end, step)]
+            return self._prompt[begin:end] + self._output[max(begin - prompt, 0) : max(end - prompt, 0)]
+        if not -len(self) <= place < len(self):
+            raise IndexError(f"token {place} of {len(self)}")
+        place %= len(self)
+        return self._prompt[place] if place < prompt else self._output[place - prompt]

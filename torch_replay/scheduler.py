@@ -296,7 +296,7 @@ class Scheduler:
         """Adds a decode row with as many drafts as the limits and the free blocks allow."""
         # A step yields one token more than it has drafts.
         limit = min(self.num_spec, self._final_length(request) - request.num_tokens - 1)
-        drafts = list(self.drafter.propose(request.tokens, limit))[:limit] if limit > 0 else []
+        drafts = list(self.drafter.propose(request.view, limit))[:limit] if limit > 0 else []
         while drafts and not self._cover(request, request.num_tokens + len(drafts) + 1):
             drafts.pop()
         if self.prefix is not None:

@@ -25,7 +25,7 @@ class GatedDeltaNet(Recurrent):
         self.in_proj_qkvz = nn.Linear(hidden, 2 * self.keys + 2 * self.values, bias=False)
         self.in_proj_ba = nn.Linear(hidden, 2 * heads, bias=False)
         self.conv1d = short_conv(2 * self.keys + self.values, conv_width)
-        self.dt_bias, self.A_log = nn.Parameter(torch.ones(heads)), decay_rate(heads)
+        self.dt_bias, self.A_log = nn.Parameter(torch.ones(heads, dtype=torch.float32)), decay_rate(heads)
         self.norm = GatedRMSNorm(value_dim, eps)
         self.out_proj = nn.Linear(self.values, hidden, bias=False)
 

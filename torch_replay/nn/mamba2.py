@@ -29,7 +29,7 @@ class Mamba2Mixer(Recurrent):
         self.in_proj = nn.Linear(hidden, self.inner + channels + heads, bias=use_bias)
         self.conv1d = short_conv(channels, conv_width, use_conv_bias)
         self.A_log, self.dt_bias = decay_rate(heads), step_bias(heads)
-        self.D = nn.Parameter(torch.ones(heads))
+        self.D = nn.Parameter(torch.ones(heads, dtype=torch.float32))
         self.norm = GatedRMSNorm(self.inner, eps, before=True, groups=groups if norm_groups is None else norm_groups)
         self.out_proj = nn.Linear(self.inner, hidden, bias=use_bias)
 

@@ -37,7 +37,7 @@ class GatedRMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float, before: bool = False, activation=F.silu, groups: int = 1):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
+        self.weight = nn.Parameter(torch.ones(size, dtype=torch.float32))
         self.eps, self.before, self.activation, self.groups = eps, before, activation, groups
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
@@ -57,10 +57,10 @@ def short_conv(channels: int, width: int, bias: bool = False) -> nn.Conv1d:
 
 def decay_rate(*shape: int) -> nn.Parameter:
     """A_log, A uniform in 1..16."""
-    return nn.Parameter(torch.empty(shape).uniform_(1, 16).log())
+    return nn.Parameter(torch.empty(shape, dtype=torch.float32).uniform_(1, 16).log())
 
 
 def step_bias(size: int) -> nn.Parameter:
     """dt_bias [size], steps log-uniform in 1e-3..1e-1 behind a softplus."""
-    dt = torch.empty(size).uniform_(math.log(1e-3), math.log(1e-1)).exp()
+    dt = torch.empty(size, dtype=torch.float32).uniform_(math.log(1e-3), math.log(1e-1)).exp()
     return nn.Parameter(dt + torch.log(-torch.expm1(-dt)))
