@@ -101,7 +101,7 @@ def test_nothing_runs_after_a_failure(tmp_path):
 
 
 def test_a_callback_that_raises(tmp_path):
-    """Ends its request alone: the caller goes on, and the other rank never knows. The output comes with the next step."""
+    """Ends its request alone: the caller goes on, and the other rank never knows. The output comes with the next."""
     untouched, raised = values(run_ranks(tmp_path, 2, callback_raises))
     assert untouched == {"bad": 6, "good": 6} and raised == {"raised": True, "bad": 2, "good": 6}
 
