@@ -2,10 +2,11 @@
 # Checks and times what needs a GPU: bash benchmarks/gpu_check.sh OUT_DIR PART...
 #
 #   gpu-tests  tests marked gpu            cpu-tests  the other tests, on this machine's torch, GPU hidden
-#   generate   greedy text, GPU and CPU    bench      `torch-replay bench ops`, table and JSON
+#   generate   README's command, and CPU   bench      `torch-replay bench ops`, table and JSON
 #   sanitize   compute-sanitizer over small calls of every op
 #
-# Parts run one after the other, since they would slow each other down, and each writes OUT_DIR/PART.log. They may take
+# Parts run one after the other, since they would slow each other down, and each writes OUT_DIR/PART.log, `generate` also a
+# record, generate.json. They may take
 # GPU_TESTS_SECONDS, CPU_TESTS_SECONDS, GENERATE_SECONDS, BENCH_SECONDS and SANITIZE_SECONDS. Run from a clone's root, on
 # a machine with PyTorch, Triton and pytest-xdist; wheels of what else it lacks are installed from .whl/, if that exists.
 # FlashInfer and flash-linear-attention are timed where they are installed. The exit status is 1 if any part failed.
@@ -14,7 +15,7 @@ usage() { echo "usage: gpu_check.sh OUT_DIR PART..., PART one of gpu-tests cpu-t
 
 gpu_tests_seconds=${GPU_TESTS_SECONDS:-570}
 cpu_tests_seconds=${CPU_TESTS_SECONDS:-570}
-generate_seconds=${GENERATE_SECONDS:-240}
+generate_seconds=${GENERATE_SECONDS:-570}
 bench_seconds=${BENCH_SECONDS:-570}
 sanitize_seconds=${SANITIZE_SECONDS:-570}
 
@@ -30,19 +31,32 @@ cpu_tests() {
         --ignore-glob="tests/test_triton_*"
 }
 
+# The command that the README gives for a GPU, for one row, two rows and as many as it takes by itself.
 generate() {
-    local device
-    for device in cpu cuda; do
-        within $((generate_seconds / 2)) python3 -m torch_replay generate --json --spec 3 --max-tokens 100 \
-            --device $device > "$scratch/$device.json" || return
-    done
-    python3 - "$scratch" <<'PY'
-import json, sys
-cpu, cuda = (json.load(open(f"{sys.argv[1]}/{device}.json")) for device in ("cpu", "cuda"))
-same = [a["token_ids"] == b["token_ids"] for a, b in zip(cpu["requests"], cuda["requests"], strict=True)]
-stats = {key: cuda["stats"][key] for key in ("graphs", "graph_breaks", "recompiles")}
-print("greedy text on the GPU equals the CPU's:", same, stats)
-sys.exit(not (same and all(same)))
+    local line command
+    line=$(grep -m1 -- '^\.venv/bin/torch-replay generate .*--device cuda' "$(dirname "$0")/../README.md") || return
+    read -ra command <<< "${line#.venv/bin/torch-replay }"
+    one() {
+        within $((generate_seconds / 4)) python3 -m torch_replay "${command[@]}" --json --max-tokens 100 "${@:2}" \
+            > "$scratch/$1.json"
+    }
+    one cpu --device cpu && one "1 row" --batch 1 && one "2 rows" --batch 2 && one "all rows" || return
+    python3 - "$scratch" "$line" "$out/generate.json" <<'PY'
+import json, platform, subprocess, sys
+import torch
+scratch, command, output = sys.argv[1:]
+runs = {name: json.load(open(f"{scratch}/{name}.json")) for name in ("cpu", "1 row", "2 rows", "all rows")}
+cpu = runs.pop("cpu")
+same = {name: [a["token_ids"] == b["token_ids"] for a, b in zip(cpu["requests"], run["requests"], strict=True)]
+        for name, run in runs.items()}
+stats = {name: {key: run["stats"][key] for key in ("graphs", "graph_breaks", "recompiles")}
+         for name, run in runs.items()}
+print("greedy text on the GPU equals the CPU's:", *same.values(), stats)
+commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip() or None
+json.dump({"command": command, "equals_cpu": same, "stats": stats, "commit": commit,
+           "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+           "torch": torch.__version__, "python": platform.python_version()}, open(output, "w"), indent=1)
+sys.exit(not all(each and all(each) for each in same.values()))
 PY
 }
 

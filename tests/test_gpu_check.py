@@ -38,14 +38,17 @@ def test_one_log_a_part(tmp_path):
     out = tmp_path / "out"
     text = {"requests": [{"token_ids": [1]}], "stats": {"graphs": 1, "graph_breaks": 0, "recompiles": 0}}
     fake = f'''case "$*" in
+      -\\ *) exec {sys.executable} "$@" ;;
       *generate*) echo '{json.dumps(text)}' ;;
       *"bench ops"*) echo "{{}}" > "${{@: -1}}" ;;
-      -\\ *) exec {sys.executable} "$@" ;;
       *"-m gpu"*) echo "1 failed"; exit 1 ;;
       *) echo "ran $*" ;;
     esac'''
     done = check(tmp_path, out, *PARTS, python=fake)
-    assert sorted(path.name for path in out.iterdir()) == sorted(f"{part}.log" for part in PARTS)
+    assert sorted(path.name for path in out.iterdir()) == sorted(["generate.json", *(f"{part}.log" for part in PARTS)])
+    record = json.loads((out / "generate.json").read_text())
+    assert record["command"] in (ROOT / "README.md").read_text() and record["command"].endswith("--device cuda")
+    assert record["equals_cpu"] == {"1 row": [True], "2 rows": [True], "all rows": [True]}
     assert done.returncode == 1
     for part in PARTS:
         last = (out / f"{part}.log").read_text().splitlines()[-1]
@@ -55,6 +58,16 @@ def test_one_log_a_part(tmp_path):
     assert "--time-limit 540" in (out / "sanitize.log").read_text()
     done = check(tmp_path, out, "cpu-tests", "bench", python=fake)
     assert done.returncode == 0, done.stdout
+
+
+def test_other_text_fails(tmp_path):
+    """Negative control: one row's text differs from the CPU's."""
+    text = '{"requests": [{"token_ids": [%s]}], "stats": {"graphs": 1, "graph_breaks": 0, "recompiles": 0}}'
+    fake = f'''case "$*" in
+      -\\ *) exec {sys.executable} "$@" ;; *"--batch 2"*) echo '{text % 2}' ;; *) echo '{text % 1}' ;;
+    esac'''
+    done = check(tmp_path, tmp_path / "out", "generate", python=fake)
+    assert done.returncode == 1 and "[True] [False] [True]" in (tmp_path / "out/generate.log").read_text()
 
 
 def test_limits(tmp_path):
