@@ -74,6 +74,15 @@ def test_index_against_search_by_hand(prompt, steps, history):
         assert drafter.propose(request.view, 3) == by_hand(tokens[-history:], 3, 4, 2)
 
 
+def test_a_view_compares_like_its_list():
+    """A drafter may compare what it sees with lists of its own; views of two requests are two things."""
+    request, other = Request("a", [1, 2]), Request("b", [1, 2])
+    request.output_ids.append(3)
+    assert request.view == [1, 2, 3] and [1, 2, 3] == request.view and request.view != [1, 2] and request.view != [1, 2, 4]
+    assert request.view != "abc" and other.view == (1, 2) and other.view != Request("c", [1, 2]).view
+    assert len({request.view, other.view, request.view}) == 2
+
+
 def test_a_step_looks_at_new_tokens_alone(monkeypatch):
     """The tokens that a step reads do not grow with the context, nor does an index beyond its history; it goes with the
     request."""

@@ -225,6 +225,12 @@ class Tokens(Sequence):
     def __len__(self) -> int:
         return len(self._prompt) + len(self._output)
 
+    def __eq__(self, other) -> bool:
+        """Equal to a list or a tuple of the same tokens, as a drafter may compare; two views are equal if they are one."""
+        return self is other or (isinstance(other, (list, tuple)) and self[:] == list(other))
+
+    __hash__ = object.__hash__  # a view stands for its request
+
     def __getitem__(self, place):
         prompt = len(self._prompt)
         if isinstance(place, slice):
