@@ -226,7 +226,7 @@ class Tokens(Sequence):
         return len(self._prompt) + len(self._output)
 
     def __eq__(self, other) -> bool:
-        """Equal to a list or a tuple of the same tokens, as a drafter may compare; two views are equal if they are one."""
+        """Equal to a list or tuple of the same tokens, as a drafter may compare; two views only if they are one."""
         return self is other or (isinstance(other, (list, tuple)) and self[:] == list(other))
 
     __hash__ = object.__hash__  # a view stands for its request
