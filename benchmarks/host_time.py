@@ -26,16 +26,15 @@ import torch
 
 from benchmarks.timing import capture
 from torch_replay import Engine, EngineConfig, HybridModel, SamplingParams
+from torch_replay.engine.decode_step import DecodeStep
+from torch_replay.engine.prefill_step import prefill, warm_up_prefill
 from torch_replay.graphs.compiled import compile_alone, mark_static
 from torch_replay.graphs.packing import pack_parameters
-from torch_replay.graphs.prefill import prefill
-from torch_replay.graphs.step import DecodeStep
 from torch_replay.models import small_model_dir
 from torch_replay.models.presets import PRESETS
-from torch_replay.request_state import RequestState
-from torch_replay.scheduler import KVGroup
-from torch_replay.specialized_decode import SpecializedDecodeModelState
-from torch_replay.warmup import warm_up_prefill
+from torch_replay.states.groups import KVGroup
+from torch_replay.states.request_state import RequestState
+from torch_replay.states.specialized_decode import SpecializedDecodeModelState
 
 BATCHES = (1, 8, 64, 256)
 REPEATS = 200

@@ -16,7 +16,7 @@ import torch
 
 from torch_replay import Engine, EngineConfig, HybridModel, SamplingParams
 from torch_replay.models.presets import PRESETS
-from torch_replay.replay_context import ReplayContext
+from torch_replay.states.replay_context import ReplayContext
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "memory.json"
 

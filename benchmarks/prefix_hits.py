@@ -15,10 +15,11 @@ import random
 from pathlib import Path
 from unittest import mock
 
-from torch_replay.drafter import NoDraft
-from torch_replay.prefix_cache import PrefixCache
-from torch_replay.request import Request, SamplingParams
-from torch_replay.scheduler import KVGroup, Scheduler
+from torch_replay.engine.drafter import NoDraft
+from torch_replay.engine.prefix_cache import PrefixCache
+from torch_replay.engine.request import Request, SamplingParams
+from torch_replay.engine.scheduler import Scheduler
+from torch_replay.states.groups import KVGroup
 
 BLOCK, OUTPUT = 16, 24
 SNAPSHOTS = (8, 32, 128)

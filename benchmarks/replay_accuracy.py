@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-import torch_replay.engine as engines
+import torch_replay.engine.engine as engines
 from torch_replay import Engine, EngineConfig, HybridModel, SamplingParams
 from torch_replay.models.evaluate import token_losses
 from torch_replay.models.hybrid import small_model_dir

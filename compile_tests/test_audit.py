@@ -10,8 +10,8 @@ import torch
 from tiny import engine, tiny_model
 
 from torch_replay import SamplingParams
-from torch_replay.audit import PRESETS, _preset, decode_target
-from torch_replay.cli import main
+from torch_replay.command.audit import PRESETS, _preset, decode_target
+from torch_replay.command.cli import main
 from torch_replay.graphs.audit import RULES, AuditError, audit
 from torch_replay.graphs.audit_cuda import CudaWatch
 from torch_replay.graphs.audit_report import render_html, render_text

@@ -9,10 +9,10 @@ from tiny import engine, tiny_model
 from torch._inductor.utils import run_and_get_code
 
 from torch_replay import SamplingParams
+from torch_replay.engine.decode_step import DecodeStep
 from torch_replay.engram import DeviceTable
 from torch_replay.graphs import pack_parameters
 from torch_replay.graphs.compiled import compile_alone
-from torch_replay.graphs.step import DecodeStep
 from torch_replay.ops.registry import OPS, inlining
 
 PATTERN = ("mamba2", "gdn", "swa", "full", "mlp", "mamba2")

@@ -17,7 +17,7 @@ from torch_replay import ops
 from torch_replay.graphs.audit_code import clones_left
 from torch_replay.graphs.passes import CacheCloned, NoCacheClones, settled, written_inputs
 from torch_replay.models import cached
-from torch_replay.replay_context import ReplayContext, StateGroup, StateLayer
+from torch_replay.states.replay_context import ReplayContext, StateGroup, StateLayer
 
 _LIBRARY = torch.library.Library("torch_replay_passes", "FRAGMENT")
 for _schema, _kernel in (

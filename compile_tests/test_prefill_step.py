@@ -14,9 +14,10 @@ from torch._dynamo.exc import RecompileError
 from torch._dynamo.utils import counters
 
 from torch_replay import Engine, EngineConfig, ReplayContext, SamplingParams
+from torch_replay.engine import prefill_step as prefill
+from torch_replay.engine.prefill_step import PrefillStep
 from torch_replay.engram import DeviceTable
-from torch_replay.graphs import pack_parameters, prefill
-from torch_replay.graphs.prefill import PrefillStep
+from torch_replay.graphs import pack_parameters
 from torch_replay.ops.registry import override_kernel
 from torch_replay.ops.scan import naive
 

@@ -31,7 +31,7 @@ from typing import Any, Callable, Iterable, Optional, Union
 
 import torch
 
-from . import registry
+from .table import OPS
 
 NAMES = ("auto", "triton", "flashinfer", "naive")
 MEASURED_DEVICES = ("cuda",)  # types of device on which there is a choice
@@ -72,10 +72,10 @@ def set_backend(name: str, ops: Union[str, Iterable[str], None] = None) -> _Scop
         raise ValueError(f"set_backend: name is {name!r}, expected one of {', '.join(NAMES)}")
     names = None if ops is None else [ops] if isinstance(ops, str) else list(ops)
     for op in names or ():
-        if op not in registry.OPS:
-            raise ValueError(f"set_backend: ops names {op!r}, expected some of {', '.join(sorted(registry.OPS))}")
-        if not _has(registry.OPS[op], name):
-            having = [other.name for other in registry.OPS.values() if _has(other, name)]
+        if op not in OPS:
+            raise ValueError(f"set_backend: ops names {op!r}, expected some of {', '.join(sorted(OPS))}")
+        if not _has(OPS[op], name):
+            having = [other.name for other in OPS.values() if _has(other, name)]
             raise ValueError(f"set_backend: {op} has no {name} kernel, expected some of {', '.join(having) or 'none'}")
     if name in ("triton", "flashinfer") and (missing := _why_missing(name)):
         raise ValueError(f"set_backend: name is {name!r}, but {missing}")
@@ -120,7 +120,7 @@ def _default(op) -> str:
 
 def own_kernel(name: str) -> Callable:
     """The kernel of op `name` that serves what FlashInfer cannot: Triton where installed, else the reference."""
-    op = registry.OPS[name]
+    op = OPS[name]
     return op.kernel("cuda" if _default(op) == "triton" else "cpu")
 
 
@@ -146,7 +146,7 @@ def select(op, args: tuple, kwargs: dict) -> Callable:
 
 @functools.cache
 def _defaults(op_name: str) -> dict[str, Any]:
-    return {name: parameter.default for name, parameter in registry.OPS[op_name].signature.parameters.items()}
+    return {name: parameter.default for name, parameter in OPS[op_name].signature.parameters.items()}
 
 
 def _arguments(op, args: tuple, kwargs: dict) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def measure(name: str, args: tuple, kwargs: Optional[dict] = None, *, repeats: i
     Returns:
         The fastest back end, or None where there is nothing to choose: on a CPU, or with one back end only.
     """
-    op = registry.OPS[name]
+    op = OPS[name]
     arguments = _arguments(op, tuple(args), kwargs or {})
     device = next(value.device for value in arguments.values() if isinstance(value, torch.Tensor))
     if device.type not in MEASURED_DEVICES:
@@ -220,13 +220,13 @@ def undecided(device: torch.device) -> list[str]:
     """Ops whose back end on `device` is for a measurement to choose: "auto", and both Triton and FlashInfer there."""
     if device.type not in MEASURED_DEVICES or not installed("flashinfer"):
         return []
-    return [op.name for op in registry.OPS.values() if op.flashinfer and _default(op) == "triton"
+    return [op.name for op in OPS.values() if op.flashinfer and _default(op) == "triton"
             and chosen(op.name) == "auto"]
 
 
 def measure_alike(name: str, args: tuple, kwargs: dict) -> Optional[str]:
     """`measure` for calls like this one, on scratch pools: of the call's tensors only inputs are read, none written."""
-    op = registry.OPS[name]
+    op = OPS[name]
     arguments = _arguments(op, args, kwargs)
     if _why_not(op, arguments):
         return None
@@ -286,7 +286,7 @@ def describe(name: str) -> dict:
 
     measured: sizes won by each back end; refused: calls that FlashInfer could not serve, by reason.
     """
-    op = registry.OPS[name]
+    op = OPS[name]
     choice = chosen(name)
     backend, why = (_default(op), "auto") if choice == "auto" else (choice, "chosen")
     if backend == "flashinfer" and op.flashinfer is None:

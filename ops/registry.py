@@ -11,11 +11,9 @@ of a real one cannot drift apart, and a bad argument raises before anything is w
 
 import contextlib
 import functools
-import importlib
 import inspect
 import re
 import typing
-from dataclasses import dataclass, field
 from typing import Callable, Iterator, Optional, Union
 
 import torch
@@ -23,51 +21,9 @@ import torch
 from . import backends, check
 from .native import kernels as native
 from .overlap import keep_apart
-
-NAMESPACE = "torch_replay"
-
-# A Library that is garbage-collected takes its ops with it, and defining a name twice raises. importlib.reload keeps
-# module globals, so a reload finds both of these in place.
-if "_LIBRARY" not in globals():
-    _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
-    OPS: dict[str, "Op"] = {}
+from .table import LIBRARY, NAMESPACE, OPS, Op
 
 _inlining = True  # see `inlining`
-
-
-@dataclass
-class Op:
-    """A registered op. `kernels` maps a device type to a callable, or to the dotted module that holds one of the
-    op's name and is imported when the device is first dispatched to. `flashinfer` is the dotted module of a second CUDA
-    kernel, if there is one; `backends` chooses. A device in `overridden` runs what `override_kernel` gave it."""
-
-    name: str
-    schema: str
-    mutates: tuple[str, ...]
-    body: Callable
-    signature: inspect.Signature
-    check_values: Optional[Callable]
-    kernels: dict[str, Union[str, Callable]] = field(default_factory=dict)
-    overload: Optional[torch._ops.OpOverload] = None
-    wrapper: Optional[Callable] = None
-    flashinfer: Optional[str] = None
-    inline_on_cpu: bool = False
-    overridden: set[str] = field(default_factory=set)
-    cursor_dims: Optional[int] = None
-    written: tuple[int, ...] = ()  # places of `mutates` among the arguments
-    cursors: tuple[int, ...] = ()  # places of the cursors
-
-    def __post_init__(self):
-        names = list(self.signature.parameters)
-        self.written = tuple(names.index(name) for name in self.mutates)
-        if self.cursor_dims is not None:
-            self.cursors = tuple(names.index(name) for name in ("ring_start", "ring_committed"))
-
-    def kernel(self, device: str) -> Callable:
-        found = self.kernels[device]
-        if isinstance(found, str):
-            found = self.kernels[device] = getattr(importlib.import_module(found), self.name)
-        return found
 
 
 def register(
@@ -113,12 +69,12 @@ def register(
         kernels = {"cpu": cpu, "cuda": cuda or cpu}
         op = Op(name, schema, mutates, body, inspect.signature(body), check_values, kernels,
                 flashinfer=flashinfer, inline_on_cpu=inline_on_cpu, cursor_dims=cursor_dims)
-        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
-        _LIBRARY.impl(name, _implementation(op, "cpu"), "CPU")
-        _LIBRARY.impl(name, _implementation(op, "cuda"), "CUDA")
+        LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+        LIBRARY.impl(name, _implementation(op, "cpu"), "CPU")
+        LIBRARY.impl(name, _implementation(op, "cuda"), "CUDA")
         for device in ("CPU", "CUDA"):
-            _LIBRARY.impl(name, _without_autocast(op), f"Autocast{device}")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", _fake(op), lib=_LIBRARY)
+            LIBRARY.impl(name, _without_autocast(op), f"Autocast{device}")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", _fake(op), lib=LIBRARY)
         hints = typing.get_type_hints(body)
         check.OPTIONAL[name] = {argument for argument, hint in hints.items() if hint == Optional[torch.Tensor]}
         op.overload = getattr(getattr(torch.ops, NAMESPACE), name).default

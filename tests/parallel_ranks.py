@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from tiny import tiny_model
 
-import torch_replay.engine
+import torch_replay.engine.engine
 from torch_replay import Engine, EngineConfig, SamplingParams
-from torch_replay.parallel import StepAgreement
+from torch_replay.engine.parallel import StepAgreement
 
 context = multiprocessing.get_context("forkserver")
 
@@ -246,18 +246,18 @@ def callback_raises(agreement) -> list[int]:
 
 def eager_command(fail_on_rank: Optional[int] = None, argv: Optional[list[str]] = None) -> int:
     """`torch-replay` with a decode step that is not compiled; prefill fails on the rank named."""
-    import torch_replay.graphs.step as step
-    from torch_replay.cli import main
+    import torch_replay.engine.decode_step as step
+    from torch_replay.command.cli import main
 
     step.compile_alone = lambda method, **options: method
     if fail_on_rank is not None and int(os.environ["RANK"]) == fail_on_rank:
-        torch_replay.engine.prefill = _raise
+        torch_replay.engine.engine.prefill = _raise
     return main(argv)
 
 
 def command(agreement, argv: list[str]) -> tuple[int, str, str]:
     """The command as `torchrun` starts it, in a process that is a rank already: status, stdout, stderr."""
-    from torch_replay import cli
+    from torch_replay.command import cli
 
     cli.launched_by_torchrun = lambda: True
     cli.StepAgreement = SimpleNamespace(from_torchrun=lambda cuda, timeout: agreement)

@@ -4,8 +4,8 @@ import torch
 from harness import raw
 from tiny import engine
 
-from torch_replay.prefix_cache import PrefixCache
-from torch_replay.replay_context import ReplayContext
+from torch_replay.engine.prefix_cache import PrefixCache
+from torch_replay.states.replay_context import ReplayContext
 
 
 class Watch:

@@ -187,7 +187,7 @@ def test_default_arguments_may_be_dropped(fake):
 
 def test_info(fake):
     """`torch-replay info` names the back end of every op, why, and what FlashInfer refused."""
-    from torch_replay.info import describe, render
+    from torch_replay.command.info import describe, render
 
     with set_backend("flashinfer"):
         run("mamba2_replay", build("mamba2_replay", replay, **GEOMETRY | dict(dim=32)))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny import tiny_model
 
-import torch_replay.bench as bench
+import torch_replay.command.bench as bench
 from torch_replay.ops.registry import OPS, override_kernel
 
 contestants, families, ops, report, schedule, small_ops = (
@@ -197,7 +197,7 @@ def test_command_line(capsys, tmp_path):
 
 def test_without_a_clone(monkeypatch, tmp_path):
     """An installed package has no benchmarks folder, and says what to do."""
-    from torch_replay.cli import UserError
+    from torch_replay.command.options import UserError
 
     monkeypatch.setattr(bench, "FOLDER", tmp_path / "benchmarks")
     arguments = parse("ops", "--device", "cpu")

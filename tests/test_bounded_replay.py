@@ -12,18 +12,18 @@ from test_engine import Injected, RandomDrafter
 from tiny import engine, greedy, tiny_model
 
 from torch_replay import SamplingParams, ops
-from torch_replay.memory import MemoryConfig, ModelMemory
-from torch_replay.model_state import (
+from torch_replay.engine.request import Request
+from torch_replay.models.memory import MemoryConfig, ModelMemory
+from torch_replay.ops.attention import naive as attention
+from torch_replay.ops.registry import override_kernel
+from torch_replay.states.groups import KVGroup
+from torch_replay.states.model_state import (
     FullAttentionBuilder,
     ReplayAttnMetadata,
     ReplayModelState,
     SlidingWindowBuilder,
 )
-from torch_replay.ops.attention import naive as attention
-from torch_replay.ops.registry import override_kernel
-from torch_replay.request import Request
-from torch_replay.request_state import InputBatch, RequestState
-from torch_replay.scheduler import KVGroup
+from torch_replay.states.request_state import InputBatch, RequestState
 
 
 def i32(*values):

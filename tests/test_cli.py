@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_replay.cli import main
+from torch_replay.command.cli import main
 from torch_replay.models import small_model_dir
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture(autouse=True)
 def eager_steps(monkeypatch):
     """These tests are about the command; compiled steps are tested in compile_tests."""
-    import torch_replay.graphs.step as step
+    import torch_replay.engine.decode_step as step
 
     monkeypatch.setattr(step, "compile_alone", lambda method, **options: method)
 
@@ -117,7 +117,8 @@ def test_without_a_compiler(capsys, monkeypatch):
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", missing)
-    monkeypatch.setattr("torch_replay.graphs.step.compile_alone", lambda *args, **options: pytest.fail("compiles"))
+    monkeypatch.setattr("torch_replay.engine.decode_step.compile_alone",
+                        lambda *args, **options: pytest.fail("compiles"))
     for options, warned in (([], True), (["--eager"], False)):
         assert main(["generate", "x", "--max-tokens", "2", "--json", *options]) == 0
         out, err = capsys.readouterr()
@@ -133,7 +134,7 @@ def test_dtypes(capsys):
 
 def test_reader_that_leaves():
     """`generate | head -1` and prompts that are no UTF-8 end without a traceback."""
-    code = "import sys; from torch_replay.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from torch_replay.command.cli import main; sys.exit(main(sys.argv[1:]))"
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run([sys.executable, "-c", code, "info"], cwd=ROOT, stdout=write, stderr=subprocess.PIPE)
@@ -253,7 +254,7 @@ def test_import_needs_no_triton():
             "    return real(name, *args, **kwargs)\n"
             "builtins.__import__ = refuse\n"
             "import torch_replay, torch\n"
-            "import torch_replay.engine\n"
+            "import torch_replay.engine.engine\n"
             "assert torch.ops.torch_replay.mamba2_replay and 'flashinfer' not in sys.modules\n")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -10,10 +10,12 @@ from test_bounded_replay import batch_of, i32, model_state
 from tiny import engine, greedy, tiny_config, tiny_model
 
 from torch_replay import SamplingParams, ops
-from torch_replay.model_state import ReplayModelState, SlidingWindowBuilder
+from torch_replay.engine.scheduler import Plan
 from torch_replay.models import HybridModel
 from torch_replay.models.layers import rope_rows
-from torch_replay.scheduler import KVGroup, Plan
+from torch_replay.states.builders import SlidingWindowBuilder
+from torch_replay.states.groups import KVGroup
+from torch_replay.states.model_state import ReplayModelState
 
 PATTERN = ("mamba2", "full", "swa", "mlp", "swa")
 PARAMS = SamplingParams(max_tokens=10, ignore_eos=True)

@@ -13,7 +13,7 @@ import torch_replay
 from torch_replay import SamplingParams
 from torch_replay.ops.registry import OPS
 from torch_replay.ops.samples import samples
-from torch_replay.replay_context import StateLayer, allocate_states
+from torch_replay.states.replay_context import StateLayer, allocate_states
 
 PACKAGES = [Path(torch_replay.__file__).parent, Path(torch_replay.ops.__file__).parent,
             Path(torch_replay.graphs.__file__).parent]

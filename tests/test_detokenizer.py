@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 
-from torch_replay.detokenizer import Detokenizer
+from torch_replay.engine.detokenizer import Detokenizer
 from torch_replay.models import load_tokenizer, small_model_dir
 
 WORDS = ["▁", "▁a", "b", "▁▁", "c▁", ".", "▁the", "##ing", "'", "n't", "</w>", "d</w>", "|", "�", "é", "h", "<pad>"]

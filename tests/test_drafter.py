@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_replay.drafter import NoDraft, PromptLookup
-from torch_replay.request import Request, Tokens
+from torch_replay.engine.drafter import NoDraft, PromptLookup
+from torch_replay.engine.request import Request, Tokens
 
 
 def by_hand(tokens, limit, max_ngram, min_ngram):

@@ -12,10 +12,10 @@ from truth_model import TruthModel
 
 from torch_replay import SamplingParams
 from torch_replay.engram import DeviceTable, MappedTable, quantize_rows
-from torch_replay.graphs.engram import HostPrefetch
 from torch_replay.models import HybridModel
 from torch_replay.ops.engram import naive
 from torch_replay.ops.registry import override_kernel
+from torch_replay.states.token_history import HostPrefetch
 
 PATTERN = ("mamba2", "engram", "mlp", "swa", "engram", "gdn", "full")
 LENGTHS = (5, 1, 37, 50)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_replay.bench import load
+from torch_replay.command.bench import load
 from torch_replay.ops import OPS
 from torch_replay.ops.samples import FAMILIES
 

@@ -8,12 +8,13 @@ from fake_flashinfer import BF16, MATERIALIZE, build, copies, fake_module, fresh
 from harness import raw
 from tiny import tiny_config
 
-from torch_replay import Engine, EngineConfig, HybridModel, SamplingParams, warmup
-from torch_replay.graphs.measure import measure_back_ends
+from torch_replay import Engine, EngineConfig, HybridModel, SamplingParams
+from torch_replay.engine.measure import measure_back_ends
 from torch_replay.ops import OPS, backends
 from torch_replay.ops.mamba2 import flashinfer as adapter
 from torch_replay.ops.mamba2.samples import materialize, replay
 from torch_replay.ops.registry import override_kernel
+from torch_replay.states import warmup
 
 REPLAY = "mamba2_replay"
 

@@ -12,9 +12,11 @@ from tiny import tiny_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_replay import Engine, EngineConfig, HybridModel, bench, ops, warmup
+from torch_replay import Engine, EngineConfig, HybridModel, ops
+from torch_replay.command import bench
 from torch_replay.models.presets import hybrid_8b
 from torch_replay.ops import backends
+from torch_replay.states import warmup
 
 ROWS, GIB = 512, 2**30
 

@@ -5,7 +5,7 @@ import torch
 from tiny import engine, greedy, tiny_model
 
 from torch_replay import SamplingParams
-from torch_replay.graphs import step as steps
+from torch_replay.engine import decode_step as steps
 
 PATTERN = ("mamba2", "gdn", "swa", "full")
 COUNT = 12

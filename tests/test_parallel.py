@@ -23,8 +23,8 @@ from parallel_ranks import (
     waiting_for_another,
 )
 
-from torch_replay.cli import main
-from torch_replay.parallel import RankFailure, StepAgreement
+from torch_replay.command.cli import main
+from torch_replay.engine.parallel import RankFailure, StepAgreement
 
 ROOT = Path(__file__).resolve().parent.parent
 SLACK_SECONDS = 5.0  # for two busy cores
@@ -169,7 +169,7 @@ def test_command(tmp_path, capsys, monkeypatch):
     done = torchrun(tmp_path, 2, *options)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    monkeypatch.setattr("torch_replay.graphs.step.compile_alone", lambda method, **options: method)
+    monkeypatch.setattr("torch_replay.engine.decode_step.compile_alone", lambda method, **options: method)
     assert main(["generate", *options]) == 0
     alone = json.loads(capsys.readouterr().out)
     assert result["requests"] == alone["requests"]
@@ -205,7 +205,7 @@ def test_command_refuses_on_one_rank(tmp_path):
     ("cuda:0", "--device cuda:0: expected cuda under torchrun"), ("cuda", "--device cuda:1: this machine has no")])
 def test_command_gives_each_rank_a_device(capsys, monkeypatch, device, message):
     """Rank 1 of a machine takes its second GPU; a device for all of them is refused. (Here: no second GPU.)"""
-    monkeypatch.setattr("torch_replay.cli.launched_by_torchrun", lambda: True)
+    monkeypatch.setattr("torch_replay.command.cli.launched_by_torchrun", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert main(["generate", "x", "--device", device]) == 2

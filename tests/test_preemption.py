@@ -6,7 +6,7 @@ import pytest
 from tiny import engine, greedy, tiny_model
 
 from torch_replay import SamplingParams
-from torch_replay.prefix_cache import PrefixCache
+from torch_replay.engine.prefix_cache import PrefixCache
 
 COUNT = 24
 PARAMS = SamplingParams(max_tokens=COUNT, ignore_eos=True)

@@ -4,11 +4,12 @@ from array import array
 
 import pytest
 
-from torch_replay.block_pool import BlockPool
-from torch_replay.drafter import NoDraft
-from torch_replay.prefix_cache import extend_keys
-from torch_replay.request import Request, SamplingParams
-from torch_replay.scheduler import KVGroup, Scheduler
+from torch_replay.engine.block_pool import BlockPool
+from torch_replay.engine.drafter import NoDraft
+from torch_replay.engine.prefix_cache import extend_keys
+from torch_replay.engine.request import Request, SamplingParams
+from torch_replay.engine.scheduler import Scheduler
+from torch_replay.states.groups import KVGroup
 
 
 def make(full=True, window=None, snapshots=None, state_block=None, blocks=40, block_size=16, **sizes):

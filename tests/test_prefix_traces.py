@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from test_prefix_cache import make, new
 from test_scheduler import Guess
 
-from torch_replay.prefix_cache import INNER_EDGES, PrefixCache, extend_keys
+from torch_replay.engine.prefix_cache import PrefixCache, extend_keys
+from torch_replay.states.groups import INNER_EDGES
 
 
 class World:

@@ -7,7 +7,7 @@ import torch
 from harness import assert_close
 
 from torch_replay import ReplayContext, ops
-from torch_replay.replay_context import KVCacheConfig, PlainStates, StateGroup, StateLayer
+from torch_replay.states.replay_context import KVCacheConfig, PlainStates, StateGroup, StateLayer
 
 LAYER = StateLayer("0.mamba2", "mamba2", heads=4, groups=2, head_dim=8, state_dim=16, conv_dim=12, window=6,
                    ring_len=11, max_tokens=3)

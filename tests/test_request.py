@@ -8,7 +8,7 @@ from tiny import engine, tiny_config, tiny_model
 from tokenizers import Tokenizer, decoders, models
 
 from torch_replay import SamplingParams
-from torch_replay.stats import add_up, summarize
+from torch_replay.engine.stats import add_up, summarize
 
 PROMPT = [5, 1, 7, 3]
 

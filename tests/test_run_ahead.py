@@ -7,7 +7,7 @@ from test_engine import Injected
 from tiny import engine, tiny_model
 
 from torch_replay import SamplingParams
-from torch_replay.graphs.step import SAME_TOKEN
+from torch_replay.engine.decode_step import SAME_TOKEN
 from torch_replay.ops.registry import override_kernel
 
 PATTERN = ("mamba2", "engram", "swa", "full")

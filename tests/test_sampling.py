@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from torch_replay.engine.request import SamplingParams
+from torch_replay.engine.sampling import count_accepted, sample_tokens
 from torch_replay.ops.rounding import uniform
-from torch_replay.request import SamplingParams
-from torch_replay.sampling import count_accepted, sample_tokens
 
 CRITICAL = {1: 10.828, 2: 13.816, 4: 18.467, 24: 51.179}
 START = np.array([0.45, 0.25, 0.15, 0.1, 0.05])

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_replay.block_pool import BlockPool
-from torch_replay.drafter import NoDraft
-from torch_replay.request import Request, SamplingParams
-from torch_replay.scheduler import KVGroup, Plan, Scheduler
+from torch_replay.engine.block_pool import BlockPool
+from torch_replay.engine.drafter import NoDraft
+from torch_replay.engine.request import Request, SamplingParams
+from torch_replay.engine.scheduler import Plan, Scheduler
+from torch_replay.states.groups import KVGroup
 
 
 class Guess:

@@ -16,10 +16,10 @@ from tiny import engine, greedy, tiny_model
 from truth_model import TruthModel
 
 from torch_replay import SamplingParams
+from torch_replay.engine.prefix_cache import extend_keys
+from torch_replay.engine.scheduler import Plan
 from torch_replay.ops.mamba2 import naive as mamba2
 from torch_replay.ops.registry import override_kernel
-from torch_replay.prefix_cache import extend_keys
-from torch_replay.scheduler import Plan
 
 PATTERN = ("mamba2", "gdn", "mlp")
 TOKENS = 24

@@ -11,11 +11,12 @@ from tiny import tiny_model
 
 from torch_replay import SpecializedDecodeModelState
 from torch_replay.graphs import compiled
-from torch_replay.memory import MemoryConfig, ModelMemory
-from torch_replay.model_state import FullAttentionBuilder, ReplayModelState
 from torch_replay.models.cached import forward_hidden
-from torch_replay.request_state import RequestState
-from torch_replay.scheduler import KVGroup
+from torch_replay.models.memory import MemoryConfig, ModelMemory
+from torch_replay.states.builders import FullAttentionBuilder
+from torch_replay.states.groups import KVGroup
+from torch_replay.states.model_state import ReplayModelState
+from torch_replay.states.request_state import RequestState
 
 PATTERN = ("mamba2", "swa", "full", "engram", "mlp")
 WINDOW, BLOCK, REQUESTS, LENGTH = 6, 4, 6, 64
@@ -31,7 +32,7 @@ def quick(monkeypatch):
     def compile_alone(method, cuda=False, **options):
         return alone(method, cuda=True, **options) if cuda else alone(method, backend="eager", guarded=False)
 
-    monkeypatch.setattr("torch_replay.specialized_decode.compile_alone", compile_alone)
+    monkeypatch.setattr("torch_replay.states.specialized_decode.compile_alone", compile_alone)
 
 
 def states(device="cpu", sizes=(2, 4, 6), tokens=2, **options):

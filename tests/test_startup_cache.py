@@ -13,8 +13,8 @@ import torch
 from tiny import engine, tiny_model
 
 import torch_replay
-from torch_replay import startup_cache
-from torch_replay.startup_cache import SWITCH, cache_file, reused
+from torch_replay.engine import startup_cache
+from torch_replay.engine.startup_cache import SWITCH, cache_file, reused
 
 CPU = torch.device("cpu")
 START = """

@@ -7,7 +7,7 @@ from tiny import engine, tiny_model
 
 from torch_replay import EngineConfig, SamplingParams, ops
 from torch_replay.models import cached
-from torch_replay.replay_context import PlainStates, ReplayContext
+from torch_replay.states.replay_context import PlainStates, ReplayContext
 
 PATTERN = ("mamba2", "mlp", "gdn", "full", "mamba2", "gdn")
 PROMPT = [(11 * i) % 61 for i in range(37)]

@@ -8,7 +8,7 @@ from tiny import engine, tiny_model
 from torch._dynamo.utils import counters
 
 from torch_replay import ReplayContext, SamplingParams
-from torch_replay.graphs import step
+from torch_replay.engine import decode_step as step
 
 PATTERN = ("mamba2", "gdn", "swa", "full")
 GREEDY = SamplingParams(max_tokens=10, ignore_eos=True)

@@ -8,9 +8,10 @@ from harness import raw
 from test_replay_context import context
 from tiny import engine, tiny_model
 
-from torch_replay import ReplayContext, warmup
+from torch_replay import ReplayContext
 from torch_replay.ops.registry import OPS, override_kernel
-from torch_replay.replay_context import KVCacheConfig
+from torch_replay.states import warmup
+from torch_replay.states.replay_context import KVCacheConfig
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 

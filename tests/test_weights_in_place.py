@@ -5,7 +5,7 @@ import torch
 from tiny import engine, tiny_model
 
 from torch_replay import SamplingParams
-from torch_replay.scheduler import Plan
+from torch_replay.engine.scheduler import Plan
 
 PREFIX = [(7 * i) % 61 for i in range(40)]
 PROMPTS = [PREFIX + [5, 6, 7], PREFIX + [9, 8]]

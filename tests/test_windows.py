@@ -7,8 +7,9 @@ import torch
 from test_warmup import FAMILIES, SLOTS, context, fill, live_tensors, recorded, untouched
 from tiny import PATTERN, engine, tiny_model
 
-from torch_replay import ReplayContext, SamplingParams, warmup
+from torch_replay import ReplayContext, SamplingParams
 from torch_replay.ops import backends
+from torch_replay.states import warmup
 
 ROUTES = {
     "decode": {},

@@ -15,10 +15,12 @@ from .ops.backends import set_backend  # noqa: E402
 
 __version__ = "0.1.0"
 _LAZY = {
-    "Engine": "engine", "EngineConfig": "engine_config", "RequestOutput": "engine", "SamplingParams": "request",
-    "ReplayCache": "replay_cache", "ReplayContext": "replay_context", "DefaultModelState": "model_state",
-    "ReplayModelState": "model_state", "SpecializedDecodeModelState": "specialized_decode",
-    "HybridConfig": "models", "HybridModel": "models", "StepAgreement": "parallel", "RankFailure": "parallel",
+    "Engine": "engine.engine", "EngineConfig": "engine.config", "RequestOutput": "engine.output",
+    "SamplingParams": "engine.request", "StepAgreement": "engine.parallel", "RankFailure": "engine.parallel",
+    "ReplayCache": "states.replay_cache", "ReplayContext": "states.replay_context",
+    "DefaultModelState": "states.model_state", "ReplayModelState": "states.model_state",
+    "SpecializedDecodeModelState": "states.specialized_decode",
+    "HybridConfig": "models", "HybridModel": "models",
 }
 __all__ = ["nn", "ops", "set_backend", *_LAZY]
 

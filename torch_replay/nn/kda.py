@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from ..replay_cache import ReplayCache, Step
+from ..states.replay_cache import ReplayCache, Step
 from .parts import GatedRMSNorm, Recurrent, decay_rate, short_conv, step_bias
 
 

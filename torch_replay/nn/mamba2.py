@@ -5,7 +5,7 @@ from typing import Optional
 import torch
 from torch import Tensor, nn
 
-from ..replay_cache import ReplayCache, Step
+from ..states.replay_cache import ReplayCache, Step
 from .parts import GatedRMSNorm, Recurrent, decay_rate, short_conv, step_bias
 
 

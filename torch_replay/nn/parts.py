@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..replay_cache import ReplayCache, Step
+from ..states.replay_cache import ReplayCache, Step
 
 
 class Recurrent(nn.Module):

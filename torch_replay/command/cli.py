@@ -5,17 +5,17 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from . import __version__
+from .. import __version__
+from ..engine.parallel import TIMEOUT_SECONDS, RankFailure, StepAgreement, launched_by_torchrun
+from ..progress import Ticker, TokenBar
 from .audit import add_parser as add_audit
 from .bench import add_parser as add_bench
-from .parallel import TIMEOUT_SECONDS, RankFailure, StepAgreement, launched_by_torchrun
-from .progress import Ticker, TokenBar
+from .options import UserError, find_device, integer, load_model, real
 
 BUILT_IN_PROMPTS = (
     'def read_config(path):\n    """Read the configuration',
@@ -26,10 +26,6 @@ BUILT_IN_PROMPTS = (
 
 
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-class UserError(Exception):
-    """Something the user gave cannot be used; the message is the one line that they see."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -65,18 +61,18 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue; -: what stdin holds")
     generate.add_argument("--file", action="append", default=[], metavar="F", help="a file that is one more prompt")
     generate.add_argument("--model", metavar="DIR", help="model folder (default: the small model of the package)")
-    generate.add_argument("--max-tokens", type=_integer(1), default=128, metavar="N", help="tokens a prompt (128)")
-    generate.add_argument("--spec", type=_integer(0, 15), default=0, metavar="K",
+    generate.add_argument("--max-tokens", type=integer(1), default=128, metavar="N", help="tokens a prompt (128)")
+    generate.add_argument("--spec", type=integer(0, 15), default=0, metavar="K",
                           help="drafts a step by prompt lookup (0)")
     generate.add_argument("--no-replay", action="store_true", help="write the recurrent state at every step")
     generate.add_argument("--prefix-cache", action="store_true",
                           help="prompts take over what earlier ones with the same first tokens computed")
-    generate.add_argument("--batch", type=_integer(1), metavar="N", help="requests that run together (at most 8)")
-    generate.add_argument("--seed", type=_integer(0, 2**62), metavar="S",
+    generate.add_argument("--batch", type=integer(1), metavar="N", help="requests that run together (at most 8)")
+    generate.add_argument("--seed", type=integer(0, 2**62), metavar="S",
                           help="sampling seed of the first prompt, plus one for each further prompt (fresh ones)")
-    generate.add_argument("--temperature", type=_real(0.0, math.inf), default=0.0, metavar="X", help="0 is greedy (0)")
-    generate.add_argument("--top-k", type=_integer(0), default=0, metavar="N", help="sample among N tokens, 0: all (0)")
-    generate.add_argument("--top-p", type=_real(0.0, 1.0), default=1.0, metavar="X", help="probability to keep (1)")
+    generate.add_argument("--temperature", type=real(0.0, math.inf), default=0.0, metavar="X", help="0 is greedy (0)")
+    generate.add_argument("--top-k", type=integer(0), default=0, metavar="N", help="sample among N tokens, 0: all (0)")
+    generate.add_argument("--top-p", type=real(0.0, 1.0), default=1.0, metavar="X", help="probability to keep (1)")
     generate.add_argument("--stop", action="append", default=[], metavar="TEXT",
                           help="end a continuation before this text; may be given several times")
     generate.add_argument("--eager", action="store_true", help="compile nothing, and need no C++ compiler")
@@ -84,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         generate.add_argument(option, choices=DTYPES, default="float32", help=f"of {what} (float32)")
     generate.add_argument("--quiet", action="store_true", help="the text alone, without progress and numbers")
     generate.add_argument("--json", action="store_true", help="print one JSON object instead")
-    generate.add_argument("--rank-timeout", type=_integer(1), default=TIMEOUT_SECONDS, metavar="S",
+    generate.add_argument("--rank-timeout", type=integer(1), default=TIMEOUT_SECONDS, metavar="S",
                           help="under torchrun, seconds until a rank that does not answer has failed (30)")
     generate.add_argument("--device", default="cpu", metavar="D", help="cpu or cuda (cpu)")
     info = commands.add_parser("info", help="versions, devices and ops")
@@ -93,34 +89,6 @@ def _parser() -> argparse.ArgumentParser:
     add_audit(commands)
     add_bench(commands)
     return parser
-
-
-def _integer(low: int, high: int | None = None) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = None
-        if value is None or value < low or (high is not None and value > high):
-            limit = f"from {low} to {high}" if high is not None else f"of at least {low}"
-            raise argparse.ArgumentTypeError(f"{text!r}, expected an integer {limit}")
-        return value
-
-    return parse
-
-
-def _real(low: float, high: float) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not low <= value <= high or math.isinf(value):
-            limit = f"from {low:g} to {high:g}" if math.isfinite(high) else f"of at least {low:g}"
-            raise argparse.ArgumentTypeError(f"{text!r}, expected a number {limit}")
-        return value
-
-    return parse
 
 
 def _prompts(arguments) -> list[str]:
@@ -144,36 +112,6 @@ def _prompts(arguments) -> list[str]:
     return prompts or list(BUILT_IN_PROMPTS)
 
 
-def _device(name: str, local_rank: int | None = None) -> torch.device:
-    """The device to run on. local_rank: which of its machine's ranks this is, each with a GPU of its own."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"--device {name}: unknown, expected cpu or cuda") from None
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"--device {name}: not supported, expected cpu or cuda")
-    if device.type == "cuda" and local_rank is not None:
-        if device.index is not None:
-            raise UserError(f"--device {name}: expected cuda under torchrun, where each rank takes a device of its own")
-        device = torch.device("cuda", local_rank)
-    count = torch.cuda.device_count()
-    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= count):
-        raise UserError(f"--device {device}: this machine has no such device ({count} CUDA devices); "
-                        "--device cpu runs anywhere")
-    return device
-
-
-def _load(folder: str | None, device: torch.device, dtype: torch.dtype = torch.float32):
-    from .models import HybridModel, load_tokenizer, small_model_dir
-
-    folder = small_model_dir() if folder is None else Path(folder)
-    try:
-        model = HybridModel.from_pretrained(folder, device, dtype)
-        return model.requires_grad_(False), load_tokenizer(folder)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--model {error}") from None
-
-
 def _generate(arguments) -> int:
     prompts = _prompts(arguments)
     if arguments.top_p == 0:
@@ -183,8 +121,8 @@ def _generate(arguments) -> int:
     if not all(arguments.stop):
         raise UserError("--stop is empty, expected text")
     if not launched_by_torchrun():
-        return _serve(arguments, prompts, _device(arguments.device), None)
-    device = _device(arguments.device, int(os.environ["LOCAL_RANK"]))
+        return _serve(arguments, prompts, find_device(arguments.device), None)
+    device = find_device(arguments.device, int(os.environ["LOCAL_RANK"]))
     agreement = StepAgreement.from_torchrun(device.type == "cuda", arguments.rank_timeout)
     status = _serve(arguments, prompts, device, agreement)
     agreement.close()
@@ -193,13 +131,13 @@ def _generate(arguments) -> int:
 
 def _serve(arguments, prompts: list[str], device: torch.device, agreement: StepAgreement | None) -> int:
     """Runs this rank's share of the prompts, every world_size-th; the first rank prints what all of them wrote."""
-    from .engine import Engine, EngineConfig
-    from .request import SamplingParams
-    from .stats import add_up, summarize
+    from ..engine.engine import Engine, EngineConfig
+    from ..engine.request import SamplingParams
+    from ..engine.stats import add_up, summarize
 
     rank, world_size = (0, 1) if agreement is None else (agreement.rank, agreement.world_size)
     share = range(rank, len(prompts), world_size)
-    model, tokenizer = _load(arguments.model, device, getattr(torch, arguments.dtype))
+    model, tokenizer = load_model(arguments.model, device, getattr(torch, arguments.dtype))
     batch = min(-(-len(prompts) // world_size), 8) if arguments.batch is None else arguments.batch
     try:
         engine = Engine(model, tokenizer, EngineConfig(

@@ -7,8 +7,8 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from . import ops
-from .ops.check import EIGHT_BIT
+from .. import ops
+from ..ops.check import EIGHT_BIT
 
 FAMILIES = ("mamba2", "gdn")
 MODES = ("none", "align")

@@ -28,10 +28,9 @@ from hashlib import blake2b
 from math import gcd
 from typing import Optional
 
-from torch_replay.block_pool import BlockPool
-from torch_replay.request import Request, check_int
-
-INNER_EDGES = 8  # snapshots that a prompt chunk publishes before its end, at most: their states are computed together
+from ..states.groups import INNER_EDGES
+from .block_pool import BlockPool
+from .request import Request, check_int
 
 
 @dataclass(frozen=True)

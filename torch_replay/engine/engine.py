@@ -9,24 +9,24 @@ from typing import TYPE_CHECKING, Optional, Union
 
 import torch
 
+from ..graphs.packing import pack_parameters
+from ..models import HybridModel
+from ..models.memory import STATE_KINDS, MemoryConfig, ModelMemory
+from ..progress import shown
+from ..states.model_state import DefaultModelState, ReplayModelState
+from ..states.request_state import RequestState
+from ..states.token_history import HostPrefetch
+from ..states.warmup import warm_up_kernels
+from .config import EngineConfig
+from .decode_step import NO_TOKEN, SAME_TOKEN, DecodeStep, Flight
 from .drafter import Drafter, NoDraft, PromptLookup
-from .engine_config import EngineConfig
-from .graphs.engram import HostPrefetch
-from .graphs.measure import measure_back_ends
-from .graphs.packing import pack_parameters
-from .graphs.prefill import PrefillStep, prefill
-from .graphs.step import NO_TOKEN, SAME_TOKEN, DecodeStep, Flight
-from .memory import STATE_KINDS, MemoryConfig, ModelMemory
-from .model_state import DefaultModelState, ReplayModelState
-from .models import HybridModel
+from .measure import measure_back_ends
 from .output import RequestOutput, Stream
-from .progress import shown
+from .prefill_step import PrefillStep, prefill, warm_up_prefill
 from .request import Request, SamplingParams, check_token_ids
-from .request_state import RequestState
 from .scheduler import KVGroup, Plan, Scheduler
 from .startup_cache import cache_file, reused
 from .stats import CompileCounts, Stats
-from .warmup import warm_up_kernels, warm_up_prefill
 
 if TYPE_CHECKING:
     from .parallel import Agreed, StepAgreement

@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Optional
 import torch
 from torch import Tensor
 
-from ..model_state import DefaultModelState
+from ..graphs.compiled import compile_alone, mark_static
 from ..models import HybridModel
 from ..models.cached import forward_hidden
-from ..replay_context import ReplayContext
-from ..request_state import InputBatch
-from .compiled import compile_alone, mark_static
-from .engram import HostPrefetch, Rows
-from .step import commit, sample, sound
+from ..states.model_state import DefaultModelState
+from ..states.replay_context import ReplayContext
+from ..states.request_state import InputBatch
+from ..states.token_history import HostPrefetch, Rows
+from ..states.warmup import temporary_ring_state
+from .decode_step import commit, sample, sound
 
 if TYPE_CHECKING:
-    from ..parallel import Agreed
+    from .parallel import Agreed
 
 FEWEST_TOKENS = 2  # a size of 1 would be compiled for itself
 
@@ -145,3 +146,38 @@ def prompt_logprobs(model: HybridModel, hidden: Tensor, following: list[int]) ->
     """log p(following[i] | tokens 0 .. i), float32 [n], from the residual stream [T, hidden] of those tokens."""
     target = torch.tensor(following, dtype=torch.int64, device=hidden.device)
     return model.logits(hidden[: len(following)]).float().log_softmax(-1).gather(1, target[:, None])[:, 0]
+
+
+@torch.no_grad()
+def warm_up_prefill(model: HybridModel, state: DefaultModelState, tokens: int,
+                    step: Optional[PrefillStep] = None) -> None:
+    """Runs one prompt chunk of `tokens` tokens, whose kernels would else compile when the first prompt comes.
+
+    step: runs the chunk, and one that it takes, by each of its graphs, which compiles them.
+
+    For an engine without running requests: the chunk belongs to request 0. It holds no blocks, so that no key-value
+    cache is written; its slots, tables and buffers are put back. (Token history behind a request's position is never
+    read, and stays.)
+    """
+    requests, ids = state.requests, [0] * tokens
+    buffers = [value for owner in (requests, state) for value in vars(owner).values() if isinstance(value, Tensor)]
+    host = requests.host
+    with contextlib.ExitStack() as kept:
+        kept.enter_context(temporary_ring_state((), (), buffers))
+        host.admit(0)
+        host.num_computed[0], host.snapshots[0], host.fresh[0] = 0, {}, 0
+        for states in state.memory.states.values():
+            if isinstance(states, ReplayContext):
+                slots = states.request_tables[:, 0, states.live_col].unique().tolist()
+                kept.enter_context(temporary_ring_state(states, slots))
+            else:
+                kept.enter_context(temporary_ring_state([states.state], states.own_slots[0].tolist(),
+                                                        [states.own_slots]))
+                kept.enter_context(temporary_ring_state([states.conv_ring], [1]))
+        if step is None:
+            prefill(model, state, [(0, ids)], [[]])
+            return
+        kept, = state.kept_counts([(0, tokens, True)])
+        for count in sorted({kept, tokens}):
+            for graph in step.run:
+                step([(0, ids[:count])], [[]], graph=graph)

@@ -6,17 +6,19 @@ itself, or compiled apart) still pays the host for every small kernel of the met
 
 import warnings
 from collections.abc import Iterable
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 import torch
 from torch import Tensor
 
-from .graphs.compiled import compile_alone, forget_compiled, mark_static
-from .memory import ModelMemory
+from ..graphs.compiled import compile_alone, forget_compiled, mark_static
+from ..progress import shown
+from .batch import Batch
 from .model_state import ReplayModelState
-from .models.cached import Batch
-from .progress import shown
 from .request_state import InputBatch, RequestState
+
+if TYPE_CHECKING:
+    from ..models.memory import ModelMemory
 
 Key = tuple[int, int]  # padded requests, padded tokens
 
@@ -59,8 +61,8 @@ class SpecializedDecodeModelState(ReplayModelState):
         compiled: False builds eagerly, into the same tensors.
     """
 
-    def __init__(self, memory: ModelMemory, requests: RequestState, groups: list, sizes: Iterable[int], tokens: int = 1,
-                 tail_windows: int = 0, exact: bool = False, compiled: bool = True):
+    def __init__(self, memory: "ModelMemory", requests: RequestState, groups: list, sizes: Iterable[int],
+                 tokens: int = 1, tail_windows: int = 0, exact: bool = False, compiled: bool = True):
         self.sizes, self.tokens, self.compiled = sorted(set(sizes)), tokens, compiled
         if not self.sizes or self.sizes[0] < 1 or self.sizes[-1] > requests.size:
             raise ValueError(f"sizes is {self.sizes}, expected numbers of requests from 1 to {requests.size}")
@@ -69,7 +71,7 @@ class SpecializedDecodeModelState(ReplayModelState):
         self._built: dict[Key, _Metadata] = {}
         super().__init__(memory, requests, groups, tail_windows, exact)
 
-    def initialize_kv_cache(self, memory: ModelMemory) -> None:
+    def initialize_kv_cache(self, memory: "ModelMemory") -> None:
         """Takes other pools. What was recorded reads the old ones and is released: `warm_up` records again."""
         self.release()
         super().initialize_kv_cache(memory)

@@ -6,70 +6,22 @@ last two read is on the device, so that they trace into the compiled step.
 """
 
 import itertools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Optional
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from . import ops
-from .memory import ModelMemory
-from .models.cached import AttnMetadata, Batch, TailBatch
-from .prefix_cache import INNER_EDGES
+from .. import ops
+from .batch import Batch, TailBatch
+from .builders import BUILDERS, ReplayAttnMetadata, SlidingWindowBuilder
+from .groups import INNER_EDGES, KVGroup
 from .replay_context import ReplayContext
-from .request import Request
 from .request_state import Changes, InputBatch, RequestState
 
 if TYPE_CHECKING:
-    from .scheduler import KVGroup
-
-
-class FullAttentionBuilder:
-    """Full attention reads the block table as it is.
-
-    A builder is recordable if all that it does is device work on tensors, so that a CUDA graph may hold it.
-    """
-
-    recordable = True
-
-    def __init__(self, memory: ModelMemory, name: str = "full"):
-        pass
-
-    def build(self, batch: Batch, block_table: Tensor, slot_mapping: Tensor) -> AttnMetadata:
-        return AttnMetadata(block_table, slot_mapping)
-
-
-class SlidingWindowBuilder:
-    """The slots that each token's window covers, worked out once for all layers of a group."""
-
-    recordable = True
-
-    def __init__(self, memory: ModelMemory, name: str = "swa"):
-        self.window, self.block_size, self.name = memory.attention_window, memory.config.block_size, name
-
-    def build(self, batch: Batch, block_table: Tensor, slot_mapping: Tensor,
-              replay_start: Optional[Tensor] = None) -> AttnMetadata:
-        """replay_start: [B] int32, first position that each row may look at, 0: all."""
-        tokens, device = batch.positions.shape[0], batch.positions.device
-        indices = batch.allocate(f"{self.name}.indices", (tokens, self.window), torch.int32, device)
-        lens = batch.allocate(f"{self.name}.lens", (tokens,), torch.int32, device)
-        ops.swa_indices(indices, lens, batch.seq_lens, batch.query_start_loc, block_table, slot_mapping, replay_start,
-                        batch.query_lens, window=self.window, block_size=self.block_size)
-        return AttnMetadata(block_table, slot_mapping, indices, lens)
-
-
-BUILDERS = {"full": FullAttentionBuilder, "swa": SlidingWindowBuilder}
-
-
-@dataclass
-class ReplayAttnMetadata:
-    """replay_start [B] int32, for the builders of sliding windows and for no other."""
-
-    replay_start: Tensor
-
-    def extra_args(self, builder) -> dict:
-        return {"replay_start": self.replay_start} if isinstance(builder, SlidingWindowBuilder) else {}
+    from ..engine.request import Request
+    from ..models.memory import ModelMemory
 
 
 class DefaultModelState:
@@ -80,11 +32,11 @@ class DefaultModelState:
 
     joins_prefills = False
 
-    def __init__(self, memory: ModelMemory, requests: RequestState):
+    def __init__(self, memory: "ModelMemory", requests: RequestState):
         self.requests = requests
         self.initialize_kv_cache(memory)
 
-    def initialize_kv_cache(self, memory: ModelMemory) -> None:
+    def initialize_kv_cache(self, memory: "ModelMemory") -> None:
         """Takes the pools to read and write; builders are made anew."""
         self.memory = memory
         self.builders = {name: BUILDERS[memory.kv_kinds[name]](memory, name) for name in memory.kv}
@@ -95,7 +47,7 @@ class DefaultModelState:
         history = [] if self.requests.history is None else [self.requests.history]
         return [self, self.requests, self.memory, *self.memory.states.values(), *history]
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: "Request") -> None:
         """A request got `request.index`: overwrites whatever the last one left there. Its state starts with its next
         step, from a snapshot or from nothing. May be called again where it was interrupted."""
         state, index, params = self.requests, request.index, request.params
@@ -107,7 +59,7 @@ class DefaultModelState:
     def remove_request(self, index: int) -> None:
         """The request at `index` has ended or was put back."""
 
-    def update_requests(self, requests: list[Request]) -> None:
+    def update_requests(self, requests: list["Request"]) -> None:
         """Notes what a step will read of its requests: lengths, block tables, and which slots their states go through.
 
         Host work alone: the step's own input batch brings it to the device.
@@ -118,7 +70,7 @@ class DefaultModelState:
             if self.memory.config.num_snapshots:
                 host.snapshots[request.index] = self._snapshot_slots(request)
 
-    def _snapshot_slots(self, request: Request) -> dict[int, int]:
+    def _snapshot_slots(self, request: "Request") -> dict[int, int]:
         slots = {edge: self.memory.snapshot_slot(snapshot) for edge, snapshot in request.snapshots.items()}
         if request.source:
             slots[request.num_computed] = self.memory.snapshot_slot(request.source)
@@ -356,7 +308,7 @@ class ReplayModelState(DefaultModelState):
     host `keeps_rows`.
     """
 
-    def __init__(self, memory: ModelMemory, requests: RequestState, groups: list["KVGroup"], tail_windows: int = 0,
+    def __init__(self, memory: "ModelMemory", requests: RequestState, groups: list[KVGroup], tail_windows: int = 0,
                  exact: bool = False):
         super().__init__(memory, requests)
         self.replay_window = max((group.prefix_replay_tokens for group in groups), default=0)
@@ -369,11 +321,11 @@ class ReplayModelState(DefaultModelState):
         self.joins_prefills = tail_windows > 0
         self.kept_tokens = window + (tail_windows - 1) * (window - 1) if exact else window
 
-    def initialize_kv_cache(self, memory: ModelMemory) -> None:
+    def initialize_kv_cache(self, memory: "ModelMemory") -> None:
         super().initialize_kv_cache(memory)
         self.tail_builder = SlidingWindowBuilder(memory)  # of its own, for a builder may keep what it built
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: "Request") -> None:
         super().add_request(request)
         self.replay_start[request.index] = request.replay_start
         self.keeps_rows[request.index] = request.params.prompt_logprobs

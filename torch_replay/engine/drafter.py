@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Optional, Protocol
 from weakref import WeakKeyDictionary
 
-from torch_replay.request import Tokens, check_int
+from .request import Tokens, check_int
 
 
 class Drafter(Protocol):

@@ -5,8 +5,8 @@ from typing import Optional
 
 import torch
 
-from .models import HybridConfig, HybridModel
-from .replay_context import PlainStates, ReplayContext, StateGroup, StateLayer
+from ..states.replay_context import PlainStates, ReplayContext, StateGroup, StateLayer
+from . import HybridConfig, HybridModel
 
 STATE_KINDS = ("mamba2", "gdn")
 KV_KINDS = ("full", "swa")

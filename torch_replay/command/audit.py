@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from .progress import Ticker
+from ..progress import Ticker
+from .options import UserError, find_device, load_model
 
 # preset -> route of the decode step
 PRESETS = {"small": "greedy", "small-sampled": "sampled"}
@@ -51,7 +52,7 @@ def decode_target(engine, prompts, params) -> tuple[Callable, Callable]:
 
 
 def _allowance(text: str) -> tuple[str, int | None]:
-    from .graphs.audit import RULES
+    from ..graphs.audit import RULES
 
     rule, equals, value = text.partition("=")
     if rule not in RULES:
@@ -62,9 +63,8 @@ def _allowance(text: str) -> tuple[str, int | None]:
 
 
 def _run(arguments) -> int:
-    from .cli import UserError
-    from .graphs.audit import AuditError, audit
-    from .graphs.audit_report import render_html, render_text
+    from ..graphs.audit import AuditError, audit
+    from ..graphs.audit_report import render_html, render_text
 
     if arguments.html is not None:
         try:
@@ -80,12 +80,11 @@ def _run(arguments) -> int:
         drive = _calls(_find("--inputs", arguments.inputs) if arguments.inputs is not None else tuple, arguments.inputs)
     elif Path(arguments.target).is_dir():
         from .audit_hugging_face import folder_target
-        from .cli import _device
 
         if arguments.inputs is not None:
             raise UserError(f"--inputs {arguments.inputs}: model folder {arguments.target} makes its own")
         try:
-            fn, drive = folder_target(arguments.target, _device(arguments.device))
+            fn, drive = folder_target(arguments.target, find_device(arguments.device))
         except ValueError as error:
             raise UserError(f"TARGET {error}") from None
     else:
@@ -109,11 +108,10 @@ def _run(arguments) -> int:
 
 
 def _preset(route: str, device: str) -> tuple[Callable, Callable]:
-    from .cli import _device, _load
-    from .engine import Engine, EngineConfig
-    from .request import SamplingParams
+    from ..engine.engine import Engine, EngineConfig
+    from ..engine.request import SamplingParams
 
-    model, tokenizer = _load(None, _device(device))
+    model, tokenizer = load_model(None, find_device(device))
     engine = Engine(model, tokenizer, EngineConfig(max_num_seqs=2, num_spec=2, compiled=False))
     # longer than the ring, so that rows flush
     params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.8 if route == "sampled" else 0.0)
@@ -122,7 +120,6 @@ def _preset(route: str, device: str) -> tuple[Callable, Callable]:
 
 def _find(option: str, path: str) -> Callable:
     """The callable at `package.module:name`, modules of the current folder included."""
-    from .cli import UserError
 
     module, _, name = path.partition(":")
     if not module or not name:
@@ -143,7 +140,6 @@ def _find(option: str, path: str) -> Callable:
 
 
 def _calls(factory: Callable, name: str | None) -> Callable:
-    from .cli import UserError
 
     def drive(call: Callable) -> None:
         try:

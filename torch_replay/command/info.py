@@ -5,9 +5,9 @@ import platform
 
 import torch
 
-from .ops import OPS, backends
-from .ops.native import build
-from .ops.native import kernels as native
+from ..ops import OPS, backends
+from ..ops.native import build
+from ..ops.native import kernels as native
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "numpy", "safetensors", "tokenizers", "transformers")
 
@@ -15,7 +15,7 @@ PACKAGES = ("torch", "triton", "flashinfer-python", "numpy", "safetensors", "tok
 def describe() -> dict:
     """Versions of the packages that matter, devices, for each op the kernels there are, and in "backends" which of them
     CUDA tensors get in this process and why (`ops.backends.describe`)."""
-    from . import __version__
+    from .. import __version__
 
     return {
         "torch_replay": __version__,

@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Optional
 
-from torch_replay.request import check_int
+from .request import check_int
 
 
 class BlockPool:

@@ -10,30 +10,11 @@ from bisect import insort
 from dataclasses import dataclass, field
 from typing import Optional
 
-from torch_replay.block_pool import BlockPool
-from torch_replay.drafter import Drafter
-from torch_replay.prefix_cache import Hit, PrefixCache
-from torch_replay.request import FINISH_REASONS, Request, check_int
-
-
-@dataclass(frozen=True)
-class KVGroup:
-    """A KV cache group: its name, its pool's size in blocks (the null block included), and how many tokens a query
-    sees, itself included (None: all)."""
-
-    name: str
-    num_blocks: int
-    sliding_window: Optional[int] = None
-
-    @property
-    def prefix_cacheable(self) -> bool:
-        """Whether its blocks are shared by prefix; those of a sliding window are private."""
-        return self.sliding_window is None
-
-    @property
-    def prefix_replay_tokens(self) -> int:
-        """Tokens before a prefix hit that the group needs computed again."""
-        return self.sliding_window or 0
+from ..states.groups import KVGroup
+from .block_pool import BlockPool
+from .drafter import Drafter
+from .prefix_cache import Hit, PrefixCache
+from .request import FINISH_REASONS, Request, check_int
 
 
 @dataclass(frozen=True)

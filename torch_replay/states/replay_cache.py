@@ -7,9 +7,9 @@ from typing import Optional, Sequence, Union
 import torch
 from torch import Tensor
 
-from . import ops
-from .ops.check import EIGHT_BIT
-from .ops.rounding import bits, round_state
+from .. import ops
+from ..ops.check import EIGHT_BIT
+from ..ops.rounding import bits, round_state
 
 RING_NAMES = {"mamba2": ("x", "B", "dt"), "gdn": ("u", "k", "g"), "kda": ("u", "k", "g")}
 LAYOUTS = {"mamba2": ("pn",), "gdn": ("vk", "kv"), "kda": ("vk", "kv")}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .compiled import mark_static
+from ..graphs.compiled import mark_static
 
 Rows = list[tuple[int, list[int]]]  # of (request index, token ids)
 Context = tuple[Tensor, Tensor]  # of one layer: entries [B, T, columns * D] and masked tokens [B, T]

@@ -12,9 +12,11 @@ import sys
 import types
 from pathlib import Path
 
+from .options import UserError, find_device, integer
+
 PACKAGE = "torch_replay_benchmarks"
 GEOMETRIES = ("nemotron-h", "qwen3-next", "tiny-mamba2", "tiny-gdn")
-FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def load(name: str) -> types.ModuleType:
@@ -34,14 +36,13 @@ def load(name: str) -> types.ModuleType:
 
 def add_parser(commands) -> None:
     """Adds `bench` to the command line's subparsers."""
-    from .cli import _integer
 
     bench = commands.add_parser("bench", help="measure the ops (needs a clone)", description=(
         "Runs the scripts in the clone's benchmarks folder."))
     which = bench.add_subparsers(dest="benchmark", required=True)
     ops = which.add_parser("ops", help="time of every decode op, beside its peers", description=(
         "Times the decode ops over full flush cycles. Peers that are installed are timed along."))
-    ops.add_argument("--batch", type=_integer(1), nargs="+", default=[1, 8, 64, 256], metavar="N",
+    ops.add_argument("--batch", type=integer(1), nargs="+", default=[1, 8, 64, 256], metavar="N",
                      help="batch sizes (1 8 64 256)")
     ops.add_argument("--geometry", nargs="+", metavar="G", choices=GEOMETRIES,
                      help="models (cuda: nemotron-h qwen3-next, cpu: tiny-mamba2 tiny-gdn)")
@@ -51,13 +52,13 @@ def add_parser(commands) -> None:
     ops.add_argument("--plot", metavar="F", help="write a plot, where matplotlib is installed")
     drift = which.add_parser("drift", help="error of the state over 1,000 flush cycles", description=(
         "Compares states with a float64 recurrence, for each state and ring dtype."))
-    drift.add_argument("--cycles", type=_integer(2), default=1000, metavar="N", help="flush cycles (1000)")
+    drift.add_argument("--cycles", type=integer(2), default=1000, metavar="N", help="flush cycles (1000)")
     accuracy = which.add_parser("replay-accuracy", help="held-out loss after a prefix hit with bounded replay",
                                 description="Scores text after a prefix hit: with replay, with window KV, and cold.")
     accuracy.add_argument("--corpus", default=".corpus", metavar="DIR",
                           help="folder that torch_replay.models.corpus wrote (.corpus)")
-    accuracy.add_argument("--segments", type=_integer(2), default=12, metavar="N", help="of held-out text a row (12)")
-    accuracy.add_argument("--hits", type=_integer(80), nargs="+", default=[128, 256, 512, 1024], metavar="H",
+    accuracy.add_argument("--segments", type=integer(2), default=12, metavar="N", help="of held-out text a row (12)")
+    accuracy.add_argument("--hits", type=integer(80), nargs="+", default=[128, 256, 512, 1024], metavar="H",
                           help="lengths of the prefix, in whole blocks of 16 (128 256 512 1024)")
     for parser, device in ((ops, "cuda"), (drift, "cpu"), (accuracy, "cpu")):
         parser.set_defaults(run=_run)
@@ -77,11 +78,10 @@ def _positive(text: str) -> float:
 
 
 def _run(arguments) -> int:
-    from .cli import UserError, _device
 
     arguments.quiet = arguments.json or not sys.stderr.isatty()
     arguments.command = shlex.join(["torch-replay", *sys.argv[1:]])
-    _device(arguments.device)
+    find_device(arguments.device)
     try:
         script = load(arguments.benchmark.replace("-", "_"))
     except FileNotFoundError as error:

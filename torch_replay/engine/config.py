@@ -5,7 +5,7 @@ from typing import Optional
 
 import torch
 
-from .ops.check import EIGHT_BIT, FLOAT
+from ..ops.check import EIGHT_BIT, FLOAT
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Optional
 
 from torch._dynamo.utils import counters
 
-from .memory import ModelMemory
+from ..models.memory import ModelMemory
 from .prefix_cache import PrefixCache
 
 

@@ -4,7 +4,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ops import backends
-from .step import DecodeStep
+from .decode_step import DecodeStep
 
 
 class _Calls(TorchDispatchMode):

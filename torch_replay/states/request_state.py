@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .graphs.engram import token_history
-from .graphs.transfer import Upload
-from .memory import ModelMemory
-from .models.cached import fresh_tensor
+from ..graphs.transfer import Upload
+from .batch import fresh_tensor
+from .token_history import token_history
 
 if TYPE_CHECKING:
-    from .parallel import Agreed
-    from .request import Request
+    from ..engine.parallel import Agreed
+    from ..engine.request import Request
+    from ..models.memory import ModelMemory
 
 
 class RequestState:
@@ -28,7 +28,7 @@ class RequestState:
     int32. history: token ids, with engram layers. host: what the host knows of the same.
     """
 
-    def __init__(self, memory: ModelMemory, max_model_len: int):
+    def __init__(self, memory: "ModelMemory", max_model_len: int):
         self.size, device = memory.config.max_num_seqs, memory.device
         rows = self.size + 1
         # a storage for each, aligned: else CUDA-graph trees would copy them

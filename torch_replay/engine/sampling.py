@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torch_replay.ops.rounding import uniform
+from ..ops.rounding import uniform
 
 
 def sample_tokens(

@@ -17,8 +17,8 @@ from typing import Optional
 import torch
 from torch._dynamo.utils import counters
 
-from .ops.backends import installed
-from .ops.registry import OPS
+from ..ops.backends import installed
+from ..ops.registry import OPS
 
 SWITCH = "TORCH_REPLAY_STARTUP_CACHE"  # environment variable; "0" turns the cache off
 DIGEST_BYTES = 32
@@ -31,7 +31,7 @@ def cache_folder() -> Path:
 
 def cache_file(device: torch.device, *configurations) -> Path:
     """Where the artifacts of a start on `device` lie; configurations: anything whose repr tells it from others."""
-    from . import __version__
+    from .. import __version__
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     schemas = sorted(op.schema for op in OPS.values())

@@ -12,15 +12,15 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ..memory import ModelMemory
-from ..model_state import DefaultModelState
+from ..graphs.compiled import compile_alone, mark_static
+from ..graphs.transfer import Download
 from ..models import HybridModel
 from ..models.cached import Batch, forward_hidden
-from ..replay_context import ReplayContext
-from ..request_state import InputBatch, RequestState
-from ..sampling import count_accepted, sample_tokens
-from .compiled import compile_alone, mark_static
-from .transfer import Download
+from ..models.memory import ModelMemory
+from ..states.model_state import DefaultModelState
+from ..states.replay_context import ReplayContext
+from ..states.request_state import InputBatch, RequestState
+from .sampling import count_accepted, sample_tokens
 
 ROUTES = ("greedy", "sampled")
 SAME_TOKEN = -1  # a row's first token: the one that the device sampled last for the request

@@ -1,0 +1,1 @@
+"""The command line: `torch-replay generate`, `audit`, `bench` and `info`."""

@@ -1,0 +1,1 @@
+"""The project's own engine: scheduler, requests, compiled steps, sampling, drafts, prefix cache, text."""

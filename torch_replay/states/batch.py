@@ -1,0 +1,56 @@
+"""What a forward reads of a step: positions, lengths, state slots, and the attention metadata of each KV group."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+
+def fresh_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, device) -> Tensor:
+    """A tensor of a step's own. Steps whose tensors stay in place take them elsewhere, by name and shape."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+@dataclass
+class AttnMetadata:
+    """What the layers of one KV kind read in a step."""
+
+    block_table: Tensor  # [B, C] int32
+    slot_mapping: Tensor  # [tokens] int64
+    indices: Optional[Tensor] = None  # [tokens, window] int32, of sliding windows
+    lens: Optional[Tensor] = None  # [tokens] int32
+
+
+@dataclass
+class Batch:
+    """One step's tensors. B rows, T tokens a row, tokens = B * T in row order."""
+
+    input_ids: Tensor  # [B, T] int32
+    positions: Tensor  # [tokens] int64
+    first: Tensor  # [B] int64, position of each row's first token
+    seq_lens: Tensor  # [B] int32
+    query_start_loc: Tensor  # [B + 1] int32
+    query_lens: Tensor  # [B] int32
+    conv_slots: dict[str, Tensor]  # by family, [B] int32, 0 for padded rows
+    state_slots: dict[str, Tensor]  # by family, [B] int32, likewise
+    token_slots: dict[str, Optional[Tensor]]  # by family, [B, T] or None
+    windows: dict[str, int] = field(default_factory=dict)  # by family that replays: W or 0, see `ReplayContext.windows`
+    attn: dict[str, AttnMetadata] = field(default_factory=dict)  # by KV kind
+    engram: Optional[list[tuple[Tensor, Tensor]]] = None  # by engram layer, see token_history.py
+    decay_rates: list[Tensor] = field(default_factory=list)  # by Mamba-2 layer, A [H], which the forward fills in
+    allocate: Callable[..., Tensor] = fresh_tensor  # makes what is written for the step
+    tail: Optional["TailBatch"] = None  # decoder-side replay, in steps that drop tokens
+    # by row of a prefill, [B, E] int32: tokens after which a snapshot is taken inside the chunk, and its slot; 0: none
+    edges: Optional[Tensor] = None
+    edge_slots: Optional[Tensor] = None
+
+
+@dataclass
+class TailBatch:
+    """The tokens that the last `decoder_replay_layers` sublayers run on."""
+
+    rows: Tensor  # [kept] int64, which tokens of the whole batch
+    batch: Batch  # of the kept tokens, one row after the other; has metadata for sliding windows alone
+    rank_tokens: Optional[tuple[int, ...]] = None  # kept tokens by rank, for layers that exchange them; None: one rank
