@@ -236,6 +236,41 @@ class ReplayCache:
         if not torch.compiler.is_compiling():
             self._step = None
 
+    def rewind(self, slots: Tensor, tokens: int) -> None:
+        """Takes back the last `tokens` committed tokens of each slot: cursors and positions move, nothing is copied.
+
+        slots: [B], distinct. At least one token must lie in the ring for each that is taken back, and no more than T
+        may be, for the convolution's ring holds no older inputs. Waits for the device.
+
+        Raises:
+            ValueError: a step is under way, or `tokens` is out of range; nothing was changed.
+        """
+        at = slots.long()
+        live = int(self.ring_committed[0, at].min())
+        if int(self.open):
+            raise ValueError("ReplayCache: rewind while a step is uncommitted")
+        if not 0 <= tokens <= min(live, self.tokens):
+            raise ValueError(f"ReplayCache: rewind of {tokens} tokens, expected 0..{min(live, self.tokens)}: the rings "
+                             f"hold {live}, and a step is of at most {self.tokens}")
+        for counts in (self.ring_committed[0], self.positions):
+            counts.index_add_(0, at, torch.full_like(at, -tokens).to(counts.dtype))
+
+    def fold(self, slots: Tensor) -> None:
+        """Folds the rings of slots [B], 0 skipped, into their checkpoints. What they stand for stays the same."""
+        self._require(self.open != 0, self.row_slots, "fold while a step is uncommitted, slots by row")
+        self._fold(slots, slots > 0)
+
+    def reorder(self, slots: Tensor, sources: Tensor) -> None:
+        """Slot slots[i] becomes a copy of what sources[i] held before the call, in all layers. [B] each; a source may
+        occur more than once, as in a beam search. Copies one pool of one layer at a time."""
+        self._require(self.open != 0, self.row_slots, "reorder while a step is uncommitted, slots by row")
+        slots, sources = slots.long(), sources.long()
+        pools = [self.state, self.state_scale, *self.rings, self.conv_ring]
+        for pool in (layer for stacked in pools if stacked is not None for layer in stacked.view(bits(stacked.dtype))):
+            pool[slots] = pool[sources]
+        for counts in (self.ring_start[0], self.ring_committed[0], self.positions):
+            counts[slots] = counts[sources]
+
     def export(self, slot: int) -> dict[str, Tensor]:
         """A slot's sequence, bit for bit, for `restore` in any cache of equal layers; see `ops.ring_export`."""
         position = self._settled(slot)

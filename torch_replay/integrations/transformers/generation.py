@@ -1,0 +1,58 @@
+"""What `generate` of a replaced model does differently: the cache it makes, and that drafts may be taken back."""
+
+from typing import Any
+
+from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS
+from transformers.generation.utils import GenerationMode
+
+from .cache import GenerationCache
+
+
+class ReplayGeneration:
+    """Part of a replaced model's class. `generate` is called as before, with everything that it takes; besides,
+    `prompt_lookup_num_tokens` and `assistant_model` work, which transformers refuses for models with a state."""
+
+    _is_stateful = False  # drafts that are rejected leave nothing behind
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers'. An assistant must be without recurrent state, or replaced too: its drafts are taken back
+        as well. Raises ValueError for one that is neither."""
+        assistant = kwargs.get("assistant_model")
+        if assistant is not None:
+            if getattr(assistant, "_is_stateful", False):
+                raise ValueError(f"generate: assistant_model {type(assistant).__name__} keeps a state that cannot be "
+                                 "taken back; call replace(assistant_model) too")
+            self._drafts = assistant.generation_config.num_assistant_tokens or 20
+        try:
+            return super().generate(*args, **kwargs)
+        finally:
+            self.__dict__.pop("_drafts", None)
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, batch_size,
+                                      max_cache_length) -> None:
+        from .replace import make_cache
+
+        given = model_kwargs.get("cache")
+        assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
+        if given is not None and assisted and not isinstance(given, GenerationCache):
+            raise ValueError(f"generate: cache is a {type(given).__name__}, which cannot take drafts back; expected "
+                             "one of make_cache(model, num_spec=..), or none")
+        if given is None and generation_config.use_cache is not False:
+            kind, max_len = generation_config.cache_implementation, None
+            if kind in ALL_STATIC_CACHE_IMPLEMENTATIONS and "offloaded" not in kind:
+                max_len = max(max_cache_length, generation_config.max_cache_len or 0)
+            elif kind not in (None, "dynamic"):
+                raise ValueError(f"generate: cache_implementation is {kind!r}, expected None, 'dynamic' or 'static': "
+                                 "recurrent states are small, and are neither offloaded nor quantised here")
+            rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+            options = self.replay
+            drafts = max(options.num_spec, generation_config.prompt_lookup_num_tokens or 0, getattr(self, "_drafts", 0))
+            if generation_config.is_assistant:
+                drafts = max(drafts, generation_config.num_assistant_tokens or 20)
+            cache = make_cache(self, rows, max_len, max(options.window, drafts + 1), drafts)
+            if generation_config.is_assistant:
+                cache.activate_past_recording()
+            model_kwargs["cache"] = cache
+            return
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, batch_size,
+                                              max_cache_length)
