@@ -28,6 +28,7 @@ def tiny_config(**changes):
         "gdn_key_heads": 2, "gdn_value_heads": 4, "gdn_key_dim": 6, "gdn_value_dim": 9,
         "num_heads": 6, "num_kv_heads": 3, "head_dim": 8, "sliding_window": 5, "mlp_hidden": 17,
         "engram_order": 4, "engram_heads": 3, "engram_dim": 5, "engram_table_size": 41,
+        "kda_heads": 3, "kda_head_dim": 5,
     }  # fmt: skip
     return HybridConfig(**(values | changes))
 
@@ -58,6 +59,7 @@ def error(got, truth):
         (("swa",), 23, {"sliding_window": 1}),
         (("swa", "full"), 40, {"sliding_window": 64, "num_kv_heads": 1}),
         (("mlp",), 3, {}),
+        (("kda",), 37, {}),
         (("gdn", "mamba2", "mamba2", "mlp"), 66, {"conv_width": 2}),
         (("engram",), 30, {"engram_order": 2, "engram_heads": 1}),
         (("engram", "mlp", "engram"), 30, {"engram_order": 5}),

@@ -94,7 +94,7 @@ def test_reset_new_slots(state_dtype):
             assert torch.equal(pool[lead].view(torch.uint8), want.view(torch.uint8)), (index, lead)
 
 
-@pytest.mark.parametrize("family", ["mamba2", "gdn"])
+@pytest.mark.parametrize("family", ["mamba2", "gdn", "kda"])
 def test_snapshots(family):
     """Over 60 ragged steps every slot published at a block edge holds the state of exactly that many tokens."""
     torch.manual_seed(3)
@@ -151,8 +151,9 @@ def step_inputs(family, rows, tokens):
     if family == "mamba2":
         return {"x": torch.randn(wide), "dt": torch.randn(rows, tokens, heads), "B": torch.randn(narrow),
                 "C": torch.randn(narrow)}
-    return {"q": torch.randn(narrow), "k": torch.randn(narrow), "v": torch.randn(wide),
-            "a": torch.randn(rows, tokens, heads), "b": torch.randn(rows, tokens, heads)}
+    decay = (rows, tokens, heads, n) if family == "kda" else (rows, tokens, heads)
+    return {"q": torch.randn(narrow), "k": torch.randn(narrow), "v": torch.randn(wide), "a": torch.randn(decay),
+            "b": torch.randn(rows, tokens, heads)}
 
 
 DECAY = torch.tensor([[-0.3, -0.9, -0.2, -0.5], [-0.7, -0.1, -0.4, -0.6]])
@@ -165,8 +166,9 @@ def run(ctx, place, inputs, slots, q, window=None):
         ops.mamba2_replay(*memory, inputs["x"], inputs["dt"], DECAY[place], inputs["B"], inputs["C"], None, None, None,
                           slots, q, window=window)
     else:
-        ops.gdn_replay(*memory, *inputs.values(), DECAY[place].neg().log(), torch.zeros(4), slots, q, window=window,
-                       scale=0.25, l2norm=True)
+        replay = ops.gdn_replay if ctx.family == "gdn" else ops.kda_replay
+        replay(*memory, *inputs.values(), DECAY[place].neg().log(), torch.zeros(ctx.spec.decay_shape), slots, q,
+               window=window, scale=0.25, l2norm=True)
 
 
 def logical_state(ctx, slot):
@@ -178,7 +180,7 @@ def logical_state(ctx, slot):
     if ctx.family == "mamba2":
         ops.mamba2_materialize(state, *ctx.rings, DECAY, *where)
     else:
-        ops.gdn_materialize(state, *ctx.rings, *where)
+        getattr(ops, f"{ctx.family}_materialize")(state, *ctx.rings, *where)
     return state[:, slot]
 
 

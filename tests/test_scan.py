@@ -5,7 +5,7 @@ import torch
 from harness import check_sample
 from truth_scan import delta_loop, delta_prefill, ssd_loop, ssd_prefill
 
-from torch_replay.models.scan import delta_scan, ssd_scan
+from torch_replay.models.scan import delta_scan, kda_scan, ssd_scan
 from torch_replay.ops.registry import OPS
 from torch_replay.ops.samples import samples
 from torch_replay.ops.scan import naive as scan
@@ -41,7 +41,14 @@ def delta_inputs(tokens, key_heads=2, heads=4, key_dim=6, value_dim=9, batch=2, 
     return inputs, state
 
 
-CASES = {"ssd": (ssd_scan, ssd_loop, ssd_inputs), "delta": (delta_scan, delta_loop, delta_inputs)}
+def kda_inputs(tokens, **sizes):
+    """`delta_inputs` with a decay for each key channel."""
+    (q, k, v, _, beta), state = delta_inputs(tokens, **sizes)
+    return (q, k, v, -torch.rand(*v.shape[:3], k.shape[-1], dtype=torch.float64) * 0.3, beta), state
+
+
+CASES = {"ssd": (ssd_scan, ssd_loop, ssd_inputs), "delta": (delta_scan, delta_loop, delta_inputs),
+         "kda": (kda_scan, delta_loop, kda_inputs)}
 FAMILIES = pytest.mark.parametrize("family", list(CASES))
 
 
@@ -130,7 +137,8 @@ def mask_tokens(family, inputs, padded):
     keep = (~padded)[..., None].to(inputs[0].dtype)
     if family == "ssd":
         return (inputs[0], inputs[1] * keep, *inputs[2:])
-    return (*inputs[:3], inputs[3] * keep, inputs[4] * keep)
+    g, beta = inputs[3:]
+    return (*inputs[:3], g * (keep if g.dim() == 3 else keep[..., None]), beta * keep)
 
 
 @FAMILIES
@@ -205,7 +213,7 @@ def test_gradcheck(family):
     """The gradients also agree with finite differences."""
     function, _, make = CASES[family]
     small = {"heads": 2, "batch": 1, "groups": 1, "head_dim": 2, "state_dim": 2}
-    if family == "delta":
+    if family != "ssd":
         small = {"key_heads": 1, "heads": 2, "batch": 1, "key_dim": 2, "value_dim": 2}
     inputs, state = make(5, **small)
     leaves = [t.requires_grad_() for t in (*inputs, state)]

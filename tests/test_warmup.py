@@ -60,8 +60,8 @@ def recorded(*names):
         yield calls
 
 
-FAMILIES = pytest.mark.parametrize("family", ["mamba2", "gdn"])
-SLOTS = {"mamba2": 14, "gdn": 13}  # position of `slots` among the arguments of the replay op
+FAMILIES = pytest.mark.parametrize("family", ["mamba2", "gdn", "kda"])
+SLOTS = {"mamba2": 14, "gdn": 13, "kda": 13}  # position of `slots` among the arguments of the replay op
 
 
 @FAMILIES

@@ -60,7 +60,7 @@ def timed(monkeypatch):
     costs = {"flush": 30.0}
 
     def median_us(call, repeats, device):
-        with recorded("mamba2_replay", "gdn_replay") as calls:
+        with recorded(*(f"{family}_replay" for family in SLOTS)) as calls:
             call()
         flushes, = {_flushes(name, args, kwargs["window"]) for name, args, kwargs, _ in calls}  # layers are alike
         return costs["flush"] if flushes else 10.0

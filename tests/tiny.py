@@ -12,7 +12,8 @@ def tiny_config(pattern=PATTERN, vocab=61, window=9, context=256) -> HybridConfi
         vocab_size=vocab, hidden_size=32, pattern=pattern, mamba_heads=4, mamba_head_dim=8, mamba_state_dim=16,
         mamba_groups=2, gdn_key_heads=2, gdn_value_heads=4, gdn_key_dim=8, gdn_value_dim=16, num_heads=4,
         num_kv_heads=2, head_dim=8, sliding_window=window, mlp_hidden=48, max_position=context, eos_token_id=0,
-        engram_order=4, engram_heads=2, engram_dim=8, engram_table_size=211)
+        engram_order=4, engram_heads=2, engram_dim=8, engram_table_size=211, kda_heads=2,
+        kda_head_dim=8)
 
 
 @torch.no_grad()
@@ -27,8 +28,9 @@ def tiny_model(seed: int = 0, **sizes) -> HybridModel:
         for name, value in layer.mixer.named_parameters():
             if name.endswith("proj.weight"):
                 # a large output lets the mixers decide the next token, not the last token's own embedding
-                value.normal_(std=(4 if name in ("out_proj.weight", "kv_proj.weight") else 1) * value.shape[1] ** -0.5)
-            elif name == "conv_weight":
+                wide = name in ("out_proj.weight", "kv_proj.weight", "o_proj.weight")
+                value.normal_(std=(4 if wide else 1) * value.shape[1] ** -0.5)
+            elif name == "conv_weight" or "conv1d" in name:
                 value.normal_(std=0.5)
             elif name == "A_log":
                 value.copy_(torch.empty_like(value).uniform_(0.05, 1.0).log())

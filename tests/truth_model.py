@@ -49,7 +49,8 @@ class TruthModel:
                 x = x + self._engram(index, layer, x)
                 continue
             normed = self._rms_norm(x, layer["norm.weight"])
-            run = {"mamba2": self._mamba2, "gdn": self._gdn, "mlp": self._mlp}.get(kind, self._attention)
+            own = {"mamba2": self._mamba2, "gdn": self._gdn, "kda": self._kda, "mlp": self._mlp}
+            run = own.get(kind, self._attention)
             x = x + run(index, kind, layer, normed)
         self.position += 1
         return self.weights["embedding.weight"] @ self._rms_norm(x, self.weights["norm.weight"])
@@ -116,6 +117,30 @@ class TruthModel:
             state[h] = decay * state[h] + torch.outer(update, key)
             out[rows] = self._rms_norm(state[h] @ query, layer["inner_norm"]) * _silu(z[rows])
         return layer["out_proj.weight"] @ out
+
+    def _kda(self, index, kind, layer, x):
+        heads, dim = self.config.kda_heads, self.config.kda_head_dim
+        raw = torch.cat([layer[f"{name}_proj.weight"] @ x for name in "qkv"])
+        weight = torch.cat([layer[f"{name}_conv1d.weight"][:, 0] for name in "qkv"])
+        q, k, v = self._short_conv(index, {"conv_weight": weight}, raw, None).split(heads * dim)
+        a = layer["f_b_proj.weight"] @ (layer["f_a_proj.weight"] @ x)
+        z = layer["g_b_proj.weight"] @ (layer["g_a_proj.weight"] @ x)
+        b = layer["b_proj.weight"] @ x
+        if self.states[index] is None:
+            self.states[index] = torch.zeros(heads, dim, dim, dtype=torch.float64)
+        state, out = self.states[index], torch.zeros(heads * dim, dtype=torch.float64)
+        for h in range(heads):
+            own = slice(h * dim, (h + 1) * dim)
+            query = q[own] / (q[own].square().sum() + 1e-6).sqrt() / dim**0.5
+            key = k[own] / (k[own].square().sum() + 1e-6).sqrt()
+            rate = math.exp(layer["A_log"].flatten()[h])
+            for channel in range(dim):
+                step = _softplus(a[own][channel] + layer["dt_bias"][own][channel])
+                state[h, :, channel] *= math.exp(-rate * step)
+            beta = 1 / (1 + math.exp(-b[h]))
+            state[h] += torch.outer(beta * (v[own] - state[h] @ key), key)
+            out[own] = self._rms_norm(state[h] @ query, layer["o_norm.weight"]) / (1 + torch.exp(-z[own]))
+        return layer["o_proj.weight"] @ out
 
     def _attention(self, index, kind, layer, x):
         c = self.config

@@ -22,14 +22,17 @@ def ssd_loop(x, dt, A, B, C, state, edges=None):
 
 
 def delta_loop(q, k, v, g, beta, state, edges=None):
-    """The gated delta rule, one token at a time, in the dtype of the inputs; edges as in `ssd_loop`."""
+    """The gated delta rule, one token at a time, in the dtype of the inputs; edges as in `ssd_loop`.
+
+    g: [B, T, HV], or a decay for each key channel, [B, T, HV, K]."""
     batch, tokens, heads, value_dim = v.shape
     read = [h // (heads // k.shape[2]) for h in range(heads)]
     state = v.new_zeros(batch, heads, value_dim, k.shape[-1]) if state is None else state
     outputs, states = [], [state]
     for t in range(tokens):
         keys, queries = k[:, t, read], q[:, t, read]
-        state = torch.exp(g[:, t])[..., None, None] * state
+        decay = torch.exp(g[:, t])
+        state = (decay[..., None, None] if g.dim() == 3 else decay[:, :, None, :]) * state
         u = beta[:, t, :, None] * (v[:, t] - (state * keys[:, :, None, :]).sum(-1))
         state = state + u[..., None] * keys[:, :, None, :]
         outputs.append((state * queries[:, :, None, :]).sum(-1))

@@ -10,8 +10,7 @@ from ..gdn import naive as gdn
 from ..kda import naive as kda
 from ..rounding import bits, load_state, round_state
 from ..rows import process_dt, row_lengths
-from ..scan.kda import kda_scan
-from ..scan.naive import delta_scan, ssd_scan
+from ..scan.naive import delta_scan, kda_scan, ssd_scan
 
 
 class Rows:

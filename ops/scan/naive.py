@@ -1,6 +1,6 @@
-"""Chunked scans of the two recurrences, in plain differentiable torch, for training and, behind ops, for prefill.
+"""Chunked scans of the recurrences, in plain differentiable torch, for training and, behind ops, for prefill.
 
-Both cut the T tokens into chunks. Inside a chunk everything is a matrix product under a lower-triangular mask; between
+All cut the T tokens into chunks. Inside a chunk everything is a matrix product under a lower-triangular mask; between
 chunks only the state travels. Nothing branches on data and every loop count is a shape, so Inductor compiles them.
 
 Decays enter as logarithms that are summed over tokens. The sums are kept in float64, whatever the inputs are: a token
@@ -51,7 +51,9 @@ def ssd_scan(x, dt, A, B, C, initial_state=None, chunk=64, edges=None):
     before, final_state = _carry_states(chunk_states, total[..., -1], initial_state)
     y_before = (C @ before.transpose(-1, -2)) * from_start[..., None]
     y = _from_chunks(y_within + y_before, tokens).to(out_dtype)
-    return (y, final_state) if edges is None else (y, final_state, _states_at(edges, before, total, x_dt, B))
+    if edges is None:
+        return y, final_state
+    return y, final_state, _states_at(edges, before, total[..., None], x_dt, B)
 
 
 def delta_scan(q, k, v, g, beta, initial_state=None, chunk=64, edges=None):
@@ -68,11 +70,7 @@ def delta_scan(q, k, v, g, beta, initial_state=None, chunk=64, edges=None):
     beta = 0 changes no state (its q, k, v must still be finite). edges and errors as in `ssd_scan`.
     """
     tokens, heads = v.shape[1:3]
-    _check(chunk >= 1, "chunk", chunk, "a positive integer")
-    _check(tokens >= 1, "v", tuple(v.shape), "at least one token")
-    _check(heads % k.shape[2] == 0, "k", tuple(k.shape), f"a key head count that divides {heads} value heads")
-    _check(q.shape == k.shape and k.shape[:2] == v.shape[:2], "q, k", tuple(q.shape), "both [B,T,H,K]")
-    _check(g.shape == v.shape[:3] and beta.shape == g.shape, "g, beta", tuple(g.shape), tuple(v.shape[:3]))
+    _check_delta(q, k, v, g, beta, (), chunk)
     out_dtype, work = v.dtype, work_dtype(v)
     q, k, v, g, beta = (t.to(work) for t in (q, k, v, g, beta))
 
@@ -111,6 +109,46 @@ def delta_scan(q, k, v, g, beta, initial_state=None, chunk=64, edges=None):
     o = _from_chunks(torch.stack(outputs, 1), tokens).to(out_dtype)
     if edges is None:
         return o, state
+    return o, state, _states_at(edges, torch.stack(before, 1), total[..., None], torch.stack(updates, 1), k)
+
+
+def kda_scan(q, k, v, g, beta, initial_state=None, chunk=16, edges=None):
+    """The recurrence of the KDA family, as `delta_scan` with a decay for each key channel: g `[B,T,HV,K]`.
+
+    Inside a chunk, u_t = beta_t (v_t - S e^{G_t} k_t - sum_{j<t} u_j (k_j . e^{G_t - G_j} k_t)) with G the running sum
+    of g from the chunk's start, a unit lower triangular system. Exponents are differences that are never positive,
+    taken per pair of tokens and channel: factors e^{G_t} e^{-G_j} would overflow. That costs chunk x K numbers a token,
+    which is why chunks are short here, and one is worked on at a time.
+    """
+    tokens, heads = v.shape[1:3]
+    _check_delta(q, k, v, g, beta, k.shape[-1:], chunk)
+    out_dtype, work = v.dtype, work_dtype(v)
+    size = min(chunk, tokens)
+    q, k, v, g, beta = (_to_chunks(t, size).transpose(2, 3) for t in (q, k, v, g, beta))  # [b, c, h, l, ...]
+    q, k, v, beta = (t.to(work) for t in (q, k, v, beta))
+    q, k = _repeat_heads(q, heads), _repeat_heads(k, heads)
+    total = g.double().cumsum(3)
+
+    state = initial_state
+    if state is None:
+        state = v.new_zeros(v.shape[0], heads, v.shape[-1], k.shape[-1])
+    state = state.to(work)
+    outputs, before, updates = [], [], []
+    for c in range(v.shape[1]):
+        reached = _decay_matrix(total[:, c].transpose(-1, -2), work).movedim(2, -1) * k[:, c].unsqueeze(2)
+        from_start, state_t = total[:, c].to(work).exp(), state.transpose(-1, -2)
+        mixing = (beta[:, c, ..., None] * torch.einsum("bhtjk,bhtk->bhtj", reached, k[:, c])).tril(-1)
+        rhs = beta[:, c, ..., None] * (v[:, c] - (k[:, c] * from_start) @ state_t)
+        u = torch.linalg.solve_triangular(mixing, rhs, upper=False, unitriangular=True)
+        attend = torch.einsum("bhtjk,bhtk->bhtj", reached, q[:, c])
+        outputs.append((q[:, c] * from_start) @ state_t + attend @ u)
+        if edges is not None:
+            before.append(state)
+            updates.append(u)
+        state = state * from_start[:, :, -1:] + u.transpose(-1, -2) @ reached[:, :, -1]
+    o = _from_chunks(torch.stack(outputs, 1), tokens).to(out_dtype)
+    if edges is None:
+        return o, state
     return o, state, _states_at(edges, torch.stack(before, 1), total, torch.stack(updates, 1), k)
 
 
@@ -121,14 +159,26 @@ def ssd_prefill(x, dt, A, B, C, initial_state=None, edges=None, *, out):
 
 
 def delta_prefill(q, k, v, g, beta, initial_state=None, edges=None, *, out):
-    """`delta_scan` into out, (o, final_state, edge_states); the last is empty without edges."""
-    for result, value in zip(out, delta_scan(q, k, v, g, beta, initial_state, edges=edges)):
+    """`delta_scan`, or `kda_scan`, into out, (o, final_state, edge_states); the last is empty without edges."""
+    scan = delta_scan if g.dim() == 3 else kda_scan
+    for result, value in zip(out, scan(q, k, v, g, beta, initial_state, edges=edges)):
         result.copy_(value)
 
 
 def _check(ok, name, got, expected):
     if not ok:
         raise ValueError(f"{name}: got {got}, expected {expected}")
+
+
+def _check_delta(q, k, v, g, beta, channels, chunk):
+    """channels: what a decay has besides a head, none or K of them."""
+    tokens, heads = v.shape[1:3]
+    _check(chunk >= 1, "chunk", chunk, "a positive integer")
+    _check(tokens >= 1, "v", tuple(v.shape), "at least one token")
+    _check(heads % k.shape[2] == 0, "k", tuple(k.shape), f"a key head count that divides {heads} value heads")
+    _check(q.shape == k.shape and k.shape[:2] == v.shape[:2], "q, k", tuple(q.shape), "both [B,T,H,K]")
+    decays = (*v.shape[:3], *channels)
+    _check(g.shape == decays and beta.shape == v.shape[:3], "g, beta", tuple(g.shape), decays)
 
 
 def work_dtype(tensor):
@@ -184,18 +234,17 @@ def _carry_states(chunk_states, chunk_decay, initial_state):
 def _states_at(edges, before, total, values, keys):
     """The states after the first `edges` tokens of each row, `[b, e, h, p, n]`; edges `[b, e]`, 0: the initial one.
 
-    Both recurrences keep `S_t = exp(total_t) before + sum_{s <= t} exp(total_t - total_s) values_s keys_s^T` within a
-    chunk: before `[b, c, h, p, n]` its first state, total `[b, c, h, l]` summed log decays in float64, values
+    The recurrences keep `S_t = exp(total_t) before + sum_{s <= t} exp(total_t - total_s) values_s keys_s^T` within a
+    chunk: before `[b, c, h, p, n]` its first state, total `[b, c, h, l, 1 or n]` summed log decays in float64, values
     `[b, c, h, l, p]`, keys `[b, c, h, l, n]`. So a state at any token costs one chunk's product.
     """
-    size, work = total.shape[-1], values.dtype
+    size, work = total.shape[3], values.dtype
     edges = edges.long()
     chunk = (edges - 1).clamp(min=0) // size  # a state at a chunk's end is computed from that chunk
-    last = edges - 1 - chunk * size  # -1: no token of the chunk
+    last = (edges - 1 - chunk * size)[..., None, None, None]  # -1: no token of the chunk
     at = torch.arange(edges.shape[0], device=edges.device)[:, None], chunk
-    last = last[..., None, None]
-    end = total[at].gather(-1, last.clamp(min=0).expand(-1, -1, total.shape[2], -1)).masked_fill(last < 0, 0.0)
-    beyond = torch.arange(size, device=edges.device) > last
-    weights = (end - total[at]).to(work).masked_fill(beyond, float("-inf")).exp()
-    added = (values[at] * weights[..., None]).transpose(-1, -2) @ keys[at]
-    return before[at] * end.to(work).exp()[..., None] + added
+    here = total[at]  # [b, e, h, l, 1 or n]
+    end = here.gather(3, last.clamp(min=0).expand(*here.shape[:3], 1, here.shape[4])).masked_fill(last < 0, 0.0)
+    beyond = torch.arange(size, device=edges.device)[:, None] > last
+    decayed = (end - here).to(work).masked_fill(beyond, float("-inf")).exp() * keys[at]
+    return before[at] * end.to(work).exp() + values[at].transpose(-1, -2) @ decayed

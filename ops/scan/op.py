@@ -1,4 +1,4 @@
-"""The chunked scans of the two recurrences as ops, for the prefill of prompts: one call runs many tokens.
+"""The chunked scans of the recurrences as ops, for the prefill of prompts: one call runs many tokens.
 
 The scans loop over chunks and branch on the number of tokens. Behind an op they are opaque to the compiler, so that one
 graph serves every number of tokens. Training calls the differentiable functions in `naive` themselves.
@@ -98,11 +98,12 @@ def delta_prefill(
     initial_state: Optional[Tensor] = None,
     edges: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gated delta rule over T tokens, see `naive.delta_scan`.
+    """The gated delta rule over T tokens, see `naive.delta_scan`, or with a decay by channel `naive.kda_scan`.
 
     Args:
-        q, k: [B, T, H, K], q scaled, k of unit length. v: [B, T, HV, V]. g, beta: [B, T, HV], log decay (at most 0) and
-            step; a token whose g and beta are 0 changes no state. Any float dtype, any strides; all finite.
+        q, k: [B, T, H, K], q scaled, k of unit length. v: [B, T, HV, V].
+        g: log decay (at most 0), [B, T, HV], or by key channel [B, T, HV, K]. beta: [B, T, HV], step; a token whose g
+            and beta are 0 changes no state. Any float dtype, any strides; all finite.
         initial_state: [B, HV, V, K], None: zero.
         edges: [B, E], int32 or int64 in [0, T], tokens of a row after which its state is wanted as well; 0 is the
             initial state. None: none.
@@ -119,7 +120,7 @@ def delta_prefill(
     shapes("q", q, "B T H K", WIDE)
     shapes("k", k, "B T H K", WIDE)
     shapes("v", v, "B T HV V", WIDE)
-    shapes("g", g, "B T HV", WIDE)
+    shapes("g", g, "B T HV" if g.dim() == 3 else "B T HV K", WIDE)
     shapes("beta", beta, "B T HV", WIDE)
     shapes("initial_state", initial_state, "B HV V K", WIDE)
     shapes("edges", edges, "B E", INDEX)

@@ -32,12 +32,13 @@ def edge_counts(rng: Rng, rows, edges, tokens):
 
 
 def delta(rng: Rng, rows=2, tokens=70, key_heads=2, heads=4, key_dim=8, value_dim=16, with_state=True, padded=0,
-          strided=False, edges=0):
+          strided=False, edges=0, by_channel=False):
     """The last `padded` tokens of each row have g = beta = 0; edges as in `ssd`; strided: v is columns of a wider
-    tensor."""
+    tensor; by_channel: g is a decay for each key channel."""
     q, k = (torch.nn.functional.normalize(rng.normal(rows, tokens, key_heads, key_dim), dim=-1) for _ in "qk")
     v = rng.normal(rows, tokens, heads * value_dim + 3 * strided)[..., : heads * value_dim]
-    g, beta = -rng.uniform(0.0, 0.3, rows, tokens, heads), rng.uniform(0.0, 1.0, rows, tokens, heads)
+    g = -rng.uniform(0.0, 0.3, rows, tokens, heads, *([key_dim] if by_channel else []))
+    beta = rng.uniform(0.0, 1.0, rows, tokens, heads)
     for values in (g, beta):
         values[:, tokens - padded :] = 0
     state = rng.normal(rows, heads, value_dim, key_dim, dtype=torch.float32) if with_state else None
@@ -56,4 +57,6 @@ SAMPLES = table("ssd_prefill", ssd, {
     "one_token": dict(tokens=1, edges=3),
     "odd_sizes_strided_padded": dict(rows=3, tokens=131, key_heads=1, heads=3, key_dim=5, value_dim=7, strided=True,
                                      padded=9, edges=5),
+    "by_channel": dict(rows=3, tokens=37, key_heads=1, heads=3, key_dim=5, value_dim=7, padded=4, edges=4,
+                       by_channel=True),
 })

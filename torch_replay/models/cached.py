@@ -83,23 +83,25 @@ def _decode_mamba2(mixer, states, place, h, batch):
     return mixer.output(y)
 
 
-def _decode_gdn(mixer, states, place, h, batch):
+def _decode_delta(mixer, states, place, h, batch):
+    family = states.family
+    update, replay = _DELTA_OPS[family]
     raw, z, a, b = mixer.project(h)
     q, k, v = mixer.split(_conv_replay(mixer, states, place, raw, None, batch))
-    inputs = (q, k, v, a, b, mixer.A_log, mixer.dt_bias, batch.state_slots["gdn"], batch.query_lens)
+    inputs = (q, k, v, a, b, *mixer.gate_parameters, batch.state_slots[family], batch.query_lens)
     how = {"scale": mixer.scale, "l2norm": True}
     if not isinstance(states, ReplayContext):
-        o = ops.gdn_update(states.state[place], *inputs, batch.token_slots["gdn"], **how)
+        o = update(states.state[place], *inputs, batch.token_slots[family], **how)
     else:
         rings = (ring[place] for ring in states.rings)
-        o = ops.gdn_replay(states.state[place], *rings, *states.cursors(place), *inputs, **states.rounding(place),
-                           window=batch.windows["gdn"], **how)
+        o = replay(states.state[place], *rings, *states.cursors(place), *inputs, **states.rounding(place),
+                   window=batch.windows[family], **how)
     return mixer.output(o, z)
 
 
 def _prefill_mamba2(mixer, states, place, h, batch):
     z, raw, dt = mixer.project(h)
-    history = _conv_history(states, place, mixer.conv_weight.shape[1] - 1, batch)
+    history = _conv_history(states, place, states.spec.conv_width - 1, batch)
     x, B, C = mixer.split(mixer.conv(raw, history))
     _append_conv(states, place, raw, batch)
     real = _real_tokens(h, batch)[..., None]
@@ -110,22 +112,25 @@ def _prefill_mamba2(mixer, states, place, h, batch):
     return mixer.output(mixer.gate(y, z))
 
 
-def _prefill_gdn(mixer, states, place, h, batch):
+def _prefill_delta(mixer, states, place, h, batch):
     raw, z, a, b = mixer.project(h)
-    history = _conv_history(states, place, mixer.conv_weight.shape[1] - 1, batch)
+    history = _conv_history(states, place, states.spec.conv_width - 1, batch)
     q, k, v = mixer.split(mixer.conv(raw, history))
     _append_conv(states, place, raw, batch)
-    real = _real_tokens(h, batch)[..., None]
-    g, beta = (torch.where(real, value, 0.0) for value in mixer.decays(a, b))
+    real = _real_tokens(h, batch)
+    g, beta = (torch.where(real.view(*real.shape, *[1] * (value.dim() - 2)), value, 0.0)
+               for value in mixer.decays(a, b))
     scan = functools.partial(ops.delta_prefill, edges=batch.edges)
     o, final, at_edges = mixer.core(q, k, v, g, beta, _initial_state(states, place, batch), scan)
     _store_states(states, place, final, at_edges, batch)
     return mixer.output(o, z)
 
 
+_DELTA_OPS = {"gdn": (ops.gdn_update, ops.gdn_replay), "kda": (ops.kda_update, ops.kda_replay)}
 _ROUTES = {
     ("mamba2", True): _prefill_mamba2, ("mamba2", False): _decode_mamba2,
-    ("gdn", True): _prefill_gdn, ("gdn", False): _decode_gdn,
+    ("gdn", True): _prefill_delta, ("gdn", False): _decode_delta,
+    ("kda", True): _prefill_delta, ("kda", False): _decode_delta,
 }
 
 

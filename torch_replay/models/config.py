@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 MODEL_TYPE = "torch_replay_hybrid"
-LAYER_KINDS = ("mamba2", "gdn", "swa", "full", "mlp", "engram")
+LAYER_KINDS = ("mamba2", "gdn", "kda", "swa", "full", "mlp", "engram")
 _REAL_FIELDS = ("rope_theta", "norm_eps")
 
 
@@ -44,6 +44,8 @@ class HybridConfig:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     decoder_replay_layers: int = 0
+    kda_heads: int = 4  # H and HV
+    kda_head_dim: int = 64  # K and V
     engram_order: int = 3  # n: n-grams of 2 to n tokens
     engram_heads: int = 4  # H, table rows read for each order
     engram_dim: int = 16  # D, values of a table row
@@ -100,6 +102,11 @@ class HybridConfig:
     def gdn_conv_dim(self) -> int:
         """Channels of the gated-delta-rule short convolution: q, then k, then v."""
         return 2 * self.gdn_key_heads * self.gdn_key_dim + self.gdn_value_heads * self.gdn_value_dim
+
+    @property
+    def kda_conv_dim(self) -> int:
+        """Channels of the Kimi Delta Attention short convolution: q, then k, then v."""
+        return 3 * self.kda_heads * self.kda_head_dim
 
     @property
     def engram_columns(self) -> int:

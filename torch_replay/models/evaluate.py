@@ -5,7 +5,7 @@ import contextlib
 import torch
 import torch.nn.functional as F
 
-from .layers import GDNMixer, Mamba2Mixer
+from .layers import DeltaMixer, Mamba2Mixer
 
 
 @torch.no_grad()
@@ -25,7 +25,7 @@ def forget_state_at(model, position: int):
     Only the checkpoint-like state is lost: attention still sees the tokens before `position`, and the short
     convolutions still read their last inputs. So the loss that rises is what the recurrent state was worth.
     """
-    mixers = [module for module in model.modules() if isinstance(module, (Mamba2Mixer, GDNMixer))]
+    mixers = [module for module in model.modules() if isinstance(module, (Mamba2Mixer, DeltaMixer))]
     for mixer in mixers:
         mixer.core = _cut_core(mixer.core, position)
     try:

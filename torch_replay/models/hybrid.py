@@ -13,12 +13,13 @@ from torch import nn
 
 from ..engram import Engram, EngramStore, MappedTable, NGramHash, PinnedTable
 from .config import HybridConfig
-from .layers import MLP, Attention, GDNMixer, Mamba2Mixer, RMSNorm, rope_rows, rope_table
+from .layers import MLP, Attention, GDNMixer, KDAMixer, Mamba2Mixer, RMSNorm, rope_rows, rope_table
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 ENGRAM_TABLE = "engram.weight"
 TOKENIZER_FILE = "tokenizer.json"
+_OUTPUTS = {"engram": "kv_proj", "kda": "o_proj"}  # projections into the residual stream that have other names
 
 
 class Sublayer(nn.Module):
@@ -70,8 +71,9 @@ class HybridModel(nn.Module):
             if isinstance(module, nn.Linear):
                 module.weight.normal_(std=0.5 * module.in_features**-0.5)
         for layer in self.layers:  # what enters the residual stream stays of one size however deep the model is
-            engram = layer.kind == "engram"
-            out = layer.mixer.kv_proj.weight[-self.config.hidden_size :] if engram else layer.mixer.out_proj.weight
+            out = getattr(layer.mixer, _OUTPUTS.get(layer.kind, "out_proj")).weight
+            if layer.kind == "engram":
+                out = out[-self.config.hidden_size :]
             out.mul_(len(self.layers) ** -0.5)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -175,6 +177,8 @@ def _build_mixer(kind, config, device, dtype):
         return Mamba2Mixer(config, device, dtype)
     if kind == "gdn":
         return GDNMixer(config, device, dtype)
+    if kind == "kda":
+        return KDAMixer(config, device, dtype)
     if kind == "mlp":
         return MLP(config, device, dtype)
     if kind == "engram":

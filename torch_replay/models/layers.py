@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .config import HybridConfig
-from .scan import delta_scan, ssd_scan
+from .scan import delta_scan, kda_scan, ssd_scan
 
 
 class RMSNorm(nn.Module):
@@ -116,15 +116,56 @@ def decay_rates(mixers):
     return torch._foreach_neg([_wide(mixer.A_log).exp() for mixer in mixers])
 
 
-class GDNMixer(nn.Module):
+class DeltaMixer(nn.Module):
+    """What layers of the delta rule share. They differ in their projections, the decay and the output.
+
+    A layer has key_heads H, value_heads HV, key_dim K, value_dim V, conv_weight `[conv_dim,width]`, `scan`, and
+    project: x `[B,T,hidden]` -> raw conv input `[B,T,conv_dim]`, gate z `[B,T,HV,V]`, raw decay a and raw beta b.
+    gate_parameters: A_log and dt_bias as the decode ops take them. decays: a, b -> log decay g and beta `[B,T,HV]`.
+    """
+
+    @property
+    def scale(self):
+        return self.key_dim**-0.5
+
+    def conv(self, qkv, history=None):
+        """Short convolution and SiLU over q|k|v; `history` as in `causal_conv`."""
+        return F.silu(causal_conv(qkv, self.conv_weight, None, history))
+
+    def split(self, qkv):
+        """Convolved `[B,T,conv_dim]` -> q and k `[B,T,H,K]`, v `[B,T,HV,V]`; q and k not yet normalised."""
+        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        q, k, v = qkv.split([keys, keys, values], -1)
+        by_key = (self.key_heads, self.key_dim)
+        return q.unflatten(-1, by_key), k.unflatten(-1, by_key), v.unflatten(-1, (self.value_heads, self.value_dim))
+
+    def core(self, q, k, v, g, beta, initial_state=None, scan=None):
+        """q and k as `split` gives them, g and beta processed -> `(o [B,T,HV,V], final_state [B,HV,V,K])`.
+
+        scan: the layer's, or what computes the same without gradients; its results are returned as they are.
+        """
+        with _full_precision(v):
+            return (scan or self.scan)(l2_normalise(q) * self.scale, l2_normalise(k), v, g, beta, initial_state)
+
+    def forward(self, x, rope=None):
+        """The whole sequence from an empty state: x `[B,T,hidden]` -> `[B,T,hidden]`."""
+        qkv, z, a, b = self.project(x)
+        q, k, v = self.split(self.conv(qkv))
+        o, _ = self.core(q, k, v, *self.decays(a, b))
+        return self.output(o, z)
+
+
+class GDNMixer(DeltaMixer):
     """Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024): gated delta rule behind a short convolution over q, k, v."""
+
+    scan = staticmethod(delta_scan)
 
     def __init__(self, config: HybridConfig, device=None, dtype=None):
         super().__init__()
         self.key_heads, self.value_heads = config.gdn_key_heads, config.gdn_value_heads
         self.key_dim, self.value_dim = config.gdn_key_dim, config.gdn_value_dim
         self.keys, self.values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
-        self.conv_dim, self.scale = config.gdn_conv_dim, config.gdn_key_dim**-0.5
+        self.conv_dim = config.gdn_conv_dim
         kwargs = {"device": device, "dtype": dtype}
         width = self.conv_dim + self.values + 2 * self.value_heads
         self.in_proj = nn.Linear(config.hidden_size, width, bias=False, **kwargs)
@@ -139,40 +180,73 @@ class GDNMixer(nn.Module):
         qkv, z, a, b = self.in_proj(x).split(sizes, -1)
         return qkv, z.unflatten(-1, (self.value_heads, self.value_dim)), a, b
 
-    def conv(self, qkv, history=None):
-        """Short convolution and SiLU over q|k|v; `history` as in `causal_conv`."""
-        return F.silu(causal_conv(qkv, self.conv_weight, None, history))
-
-    def split(self, qkv):
-        """Convolved `[B,T,conv_dim]` -> q and k `[B,T,H,K]`, v `[B,T,HV,V]`; q and k not yet normalised."""
-        q, k, v = qkv.split([self.keys, self.keys, self.values], -1)
-        by_key = (self.key_heads, self.key_dim)
-        return q.unflatten(-1, by_key), k.unflatten(-1, by_key), v.unflatten(-1, (self.value_heads, self.value_dim))
+    @property
+    def gate_parameters(self):
+        return self.A_log, self.dt_bias
 
     def decays(self, a, b):
         """Raw a, b `[B,T,HV]` -> log decay `g = -exp(A_log) softplus(a + dt_bias)` and `beta = sigmoid(b)`."""
         step = F.softplus(_wide(a) + self.dt_bias, threshold=20.0)
         return -_wide(self.A_log).exp() * step, _wide(b).sigmoid()
 
-    def core(self, q, k, v, g, beta, initial_state=None, scan=delta_scan):
-        """q and k as `split` gives them, g and beta processed -> `(o [B,T,HV,V], final_state [B,HV,V,K])`.
-
-        scan: `delta_scan`, or what computes the same without gradients; its results are returned as they are.
-        """
-        with _full_precision(v):
-            return scan(l2_normalise(q) * self.scale, l2_normalise(k), v, g, beta, initial_state)
-
     def output(self, o, z):
         """o and z `[B,T,HV,V]` -> `[B,T,hidden]`: norm per head, gate, projection."""
         gated = self.norm(o.to(z.dtype)) * F.silu(z)
         return self.out_proj(gated.flatten(-2).to(self.out_proj.weight.dtype))
 
-    def forward(self, x, rope=None):
-        """The whole sequence from an empty state: x `[B,T,hidden]` -> `[B,T,hidden]`."""
-        qkv, z, a, b = self.project(x)
-        q, k, v = self.split(self.conv(qkv))
-        o, _ = self.core(q, k, v, *self.decays(a, b))
-        return self.output(o, z)
+
+class KDAMixer(DeltaMixer):
+    """Kimi Delta Attention (Kimi Team, "Kimi Linear", 2025): the delta rule with a decay for each key channel.
+
+    Parameters have the names and shapes of the public Kimi-Linear checkpoints: three projections with a convolution
+    each, the decay and the output's gate through rank head_dim (f_a_proj, f_b_proj; g_a_proj, g_b_proj).
+    """
+
+    scan = staticmethod(kda_scan)
+
+    def __init__(self, config: HybridConfig, device=None, dtype=None):
+        super().__init__()
+        self.key_heads = self.value_heads = heads = config.kda_heads
+        self.key_dim = self.value_dim = dim = config.kda_head_dim
+        kwargs = {"bias": False, "device": device, "dtype": dtype}
+        hidden, inner = config.hidden_size, heads * dim
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(hidden, inner, **kwargs) for _ in "qkv")
+        self.q_conv1d, self.k_conv1d, self.v_conv1d = (
+            nn.Conv1d(inner, inner, config.conv_width, groups=inner, **kwargs) for _ in "qkv")
+        self.f_a_proj, self.g_a_proj = (nn.Linear(hidden, dim, **kwargs) for _ in "fg")
+        self.f_b_proj, self.g_b_proj = (nn.Linear(dim, inner, **kwargs) for _ in "fg")
+        self.b_proj = nn.Linear(hidden, heads, **kwargs)
+        a_log, _ = _decay_parameters(heads, device)
+        self.A_log = nn.Parameter(a_log.detach().view(1, 1, heads, 1))
+        _, self.dt_bias = _decay_parameters(inner, device)
+        self.o_norm = RMSNorm(dim, config.norm_eps, device, dtype)
+        self.o_proj = nn.Linear(inner, hidden, **kwargs)
+
+    @property
+    def conv_weight(self):
+        return torch.cat([conv.weight[:, 0] for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)])
+
+    @property
+    def gate_parameters(self):
+        return self.A_log.flatten(), self.dt_bias.view(self.value_heads, self.key_dim)
+
+    def project(self, x):
+        """x `[B,T,hidden]` -> raw conv input `[B,T,3 H K]`, z `[B,T,H,V]`, raw a `[B,T,H,K]`, raw b `[B,T,H]`."""
+        by_head = (self.value_heads, self.value_dim)
+        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+        a, z = self.f_b_proj(self.f_a_proj(x)), self.g_b_proj(self.g_a_proj(x))
+        return qkv, z.unflatten(-1, by_head), a.unflatten(-1, by_head), self.b_proj(x)
+
+    def decays(self, a, b):
+        """Raw a `[B,T,H,K]`, b `[B,T,H]` -> log decay `g = -exp(A_log) softplus(a + dt_bias)` and `sigmoid(b)`."""
+        a_log, bias = self.gate_parameters
+        step = F.softplus(_wide(a) + bias, threshold=20.0)
+        return -_wide(a_log).exp()[:, None] * step, _wide(b).sigmoid()
+
+    def output(self, o, z):
+        """o and z `[B,T,H,V]` -> `[B,T,hidden]`: norm per head, sigmoid gate, projection."""
+        gated = self.o_norm(o.to(z.dtype)) * z.sigmoid()
+        return self.o_proj(gated.flatten(-2).to(self.o_proj.weight.dtype))
 
 
 class Attention(nn.Module):

@@ -8,7 +8,7 @@ import torch
 from ..states.replay_context import PlainStates, ReplayContext, StateGroup, StateLayer
 from . import HybridConfig, HybridModel
 
-STATE_KINDS = ("mamba2", "gdn")
+STATE_KINDS = ("mamba2", "gdn", "kda")
 KV_KINDS = ("full", "swa")
 PHILOX_ROUNDS = 10  # as published
 
@@ -90,6 +90,8 @@ def state_layer(model: HybridConfig, memory: MemoryConfig, family: str, index: i
     if family == "mamba2":
         sizes = (model.mamba_heads, model.mamba_groups, model.mamba_head_dim, model.mamba_state_dim,
                  model.mamba_conv_dim)
+    elif family == "kda":
+        sizes = (model.kda_heads, model.kda_heads, model.kda_head_dim, model.kda_head_dim, model.kda_conv_dim)
     else:
         sizes = (model.gdn_value_heads, model.gdn_key_heads, model.gdn_value_dim, model.gdn_key_dim, model.gdn_conv_dim)
     ring_len = memory.window + memory.max_tokens if memory.ring_len is None else memory.ring_len
@@ -103,8 +105,9 @@ def default_ring_dtype(family: str, dtype: torch.dtype) -> torch.dtype:
     """The ring dtype of a family for activations of `dtype`, by what `torch-replay bench drift` found.
 
     float32 activations keep float32 rings. In 16 bits a Mamba-2 ring holds x and B as the model made them, so their own
-    dtype adds no error to the state (and FlashInfer takes bfloat16 only). Keys and corrected updates of the gated delta
-    rule are float32 results of about unit size: float16 leaves an eighth of bfloat16's error there (3.7e-4 of the state
-    against 3.0e-3). Updates beyond 65,504 would overflow it; a model that has such values sets `ring_dtype`.
+    dtype adds no error to the state (and FlashInfer takes bfloat16 only). Keys and corrected updates of the delta rule
+    are float32 results of about unit size: float16 leaves an eighth of bfloat16's error there (3.7e-4 of the state
+    against 3.0e-3, measured for GDN). Updates beyond 65,504 would overflow it; a model that has such values sets
+    `ring_dtype`.
     """
-    return torch.float16 if family == "gdn" and dtype != torch.float32 else dtype
+    return torch.float16 if family != "mamba2" and dtype != torch.float32 else dtype

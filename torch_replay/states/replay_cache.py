@@ -10,8 +10,8 @@ from torch import Tensor
 from .. import ops
 from ..ops.check import EIGHT_BIT
 from ..ops.rounding import bits, round_state
+from .replay_context import RING_NAMES
 
-RING_NAMES = {"mamba2": ("x", "B", "dt"), "gdn": ("u", "k", "g"), "kda": ("u", "k", "g")}
 LAYOUTS = {"mamba2": ("pn",), "gdn": ("vk", "kv"), "kda": ("vk", "kv")}
 ONE_BLOCK = 2**30  # tokens: the commit publishes no snapshots, so that blocks play no part
 

@@ -1,5 +1,6 @@
 """Memory of state-space layers: `ReplayContext` (checkpoint, ring, cursors), `PlainStates` (written each step)."""
 
+import math
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Optional
@@ -10,14 +11,14 @@ from torch import Tensor
 from .. import ops
 from ..ops.check import EIGHT_BIT
 
-FAMILIES = ("mamba2", "gdn")
+FAMILIES = ("mamba2", "gdn", "kda")
 MODES = ("none", "align")
-RING_NAMES = {"mamba2": ("x", "B", "dt"), "gdn": ("u", "k", "g")}
+RING_NAMES = {"mamba2": ("x", "B", "dt"), "gdn": ("u", "k", "g"), "kda": ("u", "k", "g")}
 
 
 @dataclass(frozen=True)
 class StateLayer:
-    """One state-space layer as its memory sees it. Mamba-2 sizes, with the gated delta rule's in parentheses."""
+    """One state-space layer as its memory sees it. Mamba-2 sizes, those of the delta rule (GDN, KDA) in parentheses."""
 
     name: str
     family: str
@@ -41,6 +42,11 @@ class StateLayer:
         """Columns of the conv ring: the inputs that a convolution still reads, and the tokens of one step."""
         return self.conv_width - 1 + self.max_tokens
 
+    @property
+    def decay_shape(self) -> tuple[int, ...]:
+        """What the ring keeps of one token's decay: a number a head, with KDA one for each key channel of a head."""
+        return (self.heads, self.state_dim) if self.family == "kda" else (self.heads,)
+
     def state_bytes(self) -> int:
         """Bytes of one checkpoint, the float32 row scales of an 8-bit one included."""
         scale = 4 if self.state_dtype in EIGHT_BIT else 0
@@ -49,7 +55,7 @@ class StateLayer:
     def ring_row_bytes(self) -> int:
         """Bytes of one token in the ring, its float32 decay included."""
         values = self.heads * self.head_dim + self.groups * self.state_dim
-        return values * self.ring_dtype.itemsize + 4 * self.heads
+        return values * self.ring_dtype.itemsize + 4 * math.prod(self.decay_shape)
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ class ReplayContext:
         state: [L, S, ...] checkpoints, `state_scale` row scales of 8-bit ones or None.
         seeds: [L] int64, from which the layers' next flushes draw, or None without stochastic rounding. `postprocess`
             adds 1, on the device, so that every replay of a recorded step draws anew.
-        rings: the three ring tensors, [L, S, heads, R, dim] twice and [L, S, heads, R] float32.
+        rings: the three ring tensors, [L, S, heads, R, dim] twice and [L, S, heads, R] float32 (KDA: [.., R, K]).
         conv_ring: [L, S, channels, conv_len].
         layer_group: [L] int32. ring_start, ring_committed: [G, S] int32.
         request_tables: [G, max_num_reqs, C] and block_tables: [G, max_num_reqs, C] int32, slot ids.
@@ -145,7 +151,7 @@ class ReplayContext:
         narrow = (count, num_slots, spec.groups, spec.ring_len, spec.state_dim)
         self.rings = (torch.zeros(wide, dtype=spec.ring_dtype, device=device),
                       torch.zeros(narrow, dtype=spec.ring_dtype, device=device),
-                      torch.zeros(wide[:4], dtype=torch.float32, device=device))
+                      torch.zeros(*wide[:4], *spec.decay_shape[1:], dtype=torch.float32, device=device))
 
     def initialize_ring_trackers(self, kv_cache_config: KVCacheConfig) -> None:
         """Zeroed cursors for `kv_cache_config.num_slots` slots.
@@ -268,7 +274,7 @@ class ReplayContext:
     def materialize(self, plan: list[Tensor], active_rows: Tensor, A: Optional[Tensor] = None) -> None:
         """Writes the checkpoints that a `plan` asks for, of the batch rows in `active_rows` [B] (-1 ends the list).
 
-        A: [L, H] float32 for Mamba-2, None for the gated delta rule, whose ring holds the decays.
+        A: [L, H] float32 for Mamba-2, None for the delta rule, whose ring holds the decays.
         """
         # layer l draws with this and l: below zero, where no layer's flushes draw, and anew in every step
         seed = None if self.seeds is None else -len(self.layers) * (self.seeds[:1] + 1)
@@ -276,7 +282,8 @@ class ReplayContext:
         if self.family == "mamba2":
             ops.mamba2_materialize(self.state, *self.rings, A, *where, philox_rounds=self.spec.philox_rounds)
         else:
-            ops.gdn_materialize(self.state, *self.rings, *where, philox_rounds=self.spec.philox_rounds)
+            fold = ops.gdn_materialize if self.family == "gdn" else ops.kda_materialize
+            fold(self.state, *self.rings, *where, philox_rounds=self.spec.philox_rounds)
 
 
 class PlainStates:

@@ -8,6 +8,7 @@ whose forward is elsewhere and that has nothing but a `ReplayContext`.
 import contextlib
 import copy
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Optional, Union
 
@@ -194,7 +195,7 @@ def _decode_calls(context: ReplayContext, memory: list[Optional[Tensor]], slots:
         z, raw, dt = columns(wide, spec.conv_dim, spec.heads)
         first, second, third = columns(wide, narrow, narrow)
     else:
-        raw, _, a, b = columns(spec.conv_dim, wide, spec.heads, spec.heads)
+        raw, _, a, b = columns(spec.conv_dim, wide, math.prod(spec.decay_shape), spec.heads)
         first, second, third = columns(narrow, narrow, wide)
     weight = parameter(spec.conv_dim, spec.conv_width, dtype=spec.conv_dtype)
     bias = parameter(spec.conv_dim, dtype=spec.conv_dtype) if mamba2 else None
@@ -205,9 +206,10 @@ def _decode_calls(context: ReplayContext, memory: list[Optional[Tensor]], slots:
         inputs = (first.unflatten(-1, by_head), dt, -parameter(spec.heads), second.unflatten(-1, by_group),
                   third.unflatten(-1, by_group), parameter(spec.heads), z.unflatten(-1, by_head), parameter(spec.heads))
     else:
-        op, how = ops.gdn_replay, {"scale": spec.state_dim**-0.5, "l2norm": True}
-        inputs = (first.unflatten(-1, by_group), second.unflatten(-1, by_group), third.unflatten(-1, by_head), a, b,
-                  parameter(spec.heads), parameter(spec.heads))
+        op = ops.gdn_replay if context.family == "gdn" else ops.kda_replay
+        how = {"scale": spec.state_dim**-0.5, "l2norm": True}
+        inputs = (first.unflatten(-1, by_group), second.unflatten(-1, by_group), third.unflatten(-1, by_head),
+                  a.unflatten(-1, spec.decay_shape), b, parameter(spec.heads), parameter(*spec.decay_shape))
     seed = None if context.seeds is None else context.seeds[0]
     return convolve, lambda window: op(*memory, *inputs, slots, lens, scale, seed, window=window,
                                        philox_rounds=spec.philox_rounds, **how)
