@@ -142,3 +142,12 @@ def test_names_of_the_public_checkpoints(model, tmp_path):
     model.save_pretrained(tmp_path)
     loaded = HybridModel.from_pretrained(tmp_path)
     assert torch.equal(loaded.layers[0].mixer.q_conv1d.weight, model.layers[0].mixer.q_conv1d.weight.half().float())
+
+
+@pytest.mark.slow
+def test_compiled_text(model, prompts, want):
+    """Compiled prefill and decode steps, snapshots included, say the same."""
+    runner = engine(model, 2, compiled=True, **ROUTES["prefix_cache"])
+    runner.warm_up()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert texts(runner, prompts) == want

@@ -273,7 +273,7 @@ def test_small_model_folder(small):
     """The shipped folder is complete, small, and of one piece."""
     model, tokenizer = small
     assert (small_model_dir() / "model.safetensors").stat().st_size <= 12_000_000
-    assert set(model.config.pattern) >= set(LAYER_KINDS) - {"engram"}
+    assert set(model.config.pattern) >= set(LAYER_KINDS) - {"engram", "kda"}
     assert tokenizer.get_vocab_size() == model.config.vocab_size
     assert tokenizer.token_to_id("<|endoftext|>") == model.config.eos_token_id
     card = (small_model_dir() / "README.md").read_text()

@@ -49,9 +49,11 @@ def test_trackers_keep_their_addresses():
     start.fill_(3), committed.fill_(4)
     ctx.initialize_ring_trackers(KVCacheConfig(8, "cpu"))
     assert ctx.ring_start is start and ctx.ring_committed is committed
-    assert not start.any() and not committed.any()
+    assert (start[:, :8] == 3).all() and (committed[:, :8] == 4).all(), "live slots keep their cursors"
+    assert not start[:, 8:].any() and not committed[:, 8:].any()
     ctx.initialize_ring_trackers(KVCacheConfig(13, "cpu"))
     assert ctx.ring_start is not start and ctx.ring_start.shape == (2, 13)
+    assert torch.equal(ctx.ring_start[:, :12], start) and not ctx.ring_committed[:, 8:].any()
     small = context(slots=5)
     small.initialize_ring_trackers(KVCacheConfig(5, "meta"))
     assert small.ring_start.device.type == "meta"

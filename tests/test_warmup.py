@@ -11,7 +11,6 @@ from tiny import engine, tiny_model
 from torch_replay import ReplayContext
 from torch_replay.ops.registry import OPS, override_kernel
 from torch_replay.states import warmup
-from torch_replay.states.replay_context import KVCacheConfig
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -104,7 +103,7 @@ def test_decode_refuses():
         warmup.warm_up_decode(ctx, max_num_tokens=2)
     with pytest.raises(ValueError, match="capture_sizes holds 0"):
         warmup.warm_up_decode(ctx, [0, 1])
-    ctx.allocate_pools(1, "cpu")
+    ctx.grow(1)
     with pytest.raises(ValueError, match="1 slots, expected a non-null slot"):
         warmup.warm_up_decode(ctx)
 
@@ -156,7 +155,7 @@ def test_lifecycle_publishes():
 def test_lifecycle_without_slots():
     """A context whose pool holds the null slot alone needs nothing, and gets nothing."""
     ctx = context()
-    ctx.allocate_pools(1, "cpu")
+    ctx.grow(1)
     with recorded(*LIFECYCLE) as calls:
         assert warmup.warm_up_lifecycle(ctx) is None
     assert calls == []
@@ -196,8 +195,7 @@ def test_materializer_after_a_resize():
     """A resized pool is warmed again, and nothing else is; new strides count as well as new shapes."""
     first, second = context(mode="align", columns=4), context(mode="align", columns=4, family="gdn")
     assert warmup.warm_up_materializer([first, second]) == 2
-    first.initialize_ring_trackers(KVCacheConfig(20, torch.device("cpu")))
-    first.allocate_pools(20, "cpu")
+    first.grow(20)
     with recorded(*MATERIALIZE) as calls:
         assert warmup.warm_up_materializer([first, second]) == 1
     assert [name for name, *_ in calls] == ["mamba2_materialize"] and calls[0][1][0].shape[1] == 20

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 FORMAT = 1
+Pool = Union[Tensor, Sequence[Tensor]]  # of all layers, or a tensor for each
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -22,10 +23,10 @@ class RingPool(Protocol):
     """
 
     family: str  # name of the recurrence: "mamba2", "gdn"
-    state: Tensor  # [L, S, ...]
-    state_scale: Optional[Tensor]  # [L, S, ...], row scales of an 8-bit state
-    rings: dict[str, Tensor]  # name -> [L, S, heads, R, ...]
-    conv_ring: Optional[Tensor]  # [L, S, D, Rc]: the input at position p is in column p % Rc
+    state: Pool  # [L, S, ...]
+    state_scale: Optional[Pool]  # [L, S, ...], row scales of an 8-bit state
+    rings: dict[str, Pool]  # name -> [L, S, heads, R, ...]
+    conv_ring: Optional[Pool]  # [L, S, D, Rc]: the input at position p is in column p % Rc
     ring_start: Tensor  # [G, S] int32
     ring_committed: Tensor  # [G, S] int32
     layer_group: Tensor  # [L]
@@ -62,9 +63,10 @@ def ring_export(
     committed = [int(pool.ring_committed[group, at]) for group, at in zip(groups, slots)]
     for layer, (first, count) in enumerate(zip(start, committed)):
         for name, ring in pool.rings.items():
-            if not (0 <= first < ring.shape[3] and 0 <= count <= ring.shape[3]):
+            rows = ring[0].shape[2]
+            if not (0 <= first < rows and 0 <= count <= rows):
                 raise ValueError(f"ring_export: cursors of layer {layer} are start {first}, committed {count}, expected"
-                                 f" to lie in the {ring.shape[3]} rows of {name}")
+                                 f" to lie in the {rows} rows of {name}")
     exported = {
         "format": torch.tensor([FORMAT], dtype=torch.int64),
         "family": torch.tensor(list(pool.family.encode()), dtype=torch.uint8),
@@ -73,18 +75,18 @@ def ring_export(
     }
     if pool.state_scale is not None:
         exported["state_scale"] = _take(pool.state_scale, slots)
-    logical = torch.arange(max(committed), device=pool.state.device)
+    logical = torch.arange(max(committed), device=pool.state[0].device)
     for name, ring in pool.rings.items():
         live = []
         for layer, (at, first, count) in enumerate(zip(slots, start, committed)):
-            rows = _integers(ring[layer, at])[:, (first + logical) % ring.shape[3]]
+            rows = _integers(ring[layer][at])[:, (first + logical) % ring[0].shape[2]]
             rows[:, count:] = 0
             live.append(rows)
-        exported[f"ring.{name}"] = torch.stack(live).view(ring.dtype)
+        exported[f"ring.{name}"] = torch.stack(live).view(ring[0].dtype)
     if pool.conv_ring is not None:
         columns = _conv_columns("ring_export", pool.conv_ring, position, conv_history)
-        inputs = [_integers(pool.conv_ring[layer, at])[:, columns] for layer, at in enumerate(slots)]
-        exported["conv"] = torch.stack(inputs).view(pool.conv_ring.dtype)
+        inputs = [_integers(pool.conv_ring[layer][at])[:, columns] for layer, at in enumerate(slots)]
+        exported["conv"] = torch.stack(inputs).view(pool.conv_ring[0].dtype)
         exported["position"] = torch.tensor([position], dtype=torch.int64)
     return exported
 
@@ -114,15 +116,15 @@ def ring_import(
     slots = _layer_slots("ring_import", pool, slot)
     committed = _check_import(pool, exported, conv_history)
     for layer, (group, at, count) in enumerate(zip(pool.layer_group.tolist(), slots, committed)):
-        _put(pool.state[layer, at], exported["state"][layer])
+        _put(pool.state[layer][at], exported["state"][layer])
         if pool.state_scale is not None:
-            _put(pool.state_scale[layer, at], exported["state_scale"][layer])
+            _put(pool.state_scale[layer][at], exported["state_scale"][layer])
         for name, ring in pool.rings.items():
-            _put(ring[layer, at, :, :count], exported[f"ring.{name}"][layer, :, :count])
+            _put(ring[layer][at, :, :count], exported[f"ring.{name}"][layer, :, :count])
         if pool.conv_ring is not None:
             inputs = exported["conv"][layer]
             columns = _conv_columns("ring_import", pool.conv_ring, int(exported["position"]), inputs.shape[-1])
-            target = _integers(pool.conv_ring[layer, at])
+            target = _integers(pool.conv_ring[layer][at])
             target[:, columns] = _integers(inputs).to(target.device)
         pool.ring_start[group, at] = 0
         pool.ring_committed[group, at] = count
@@ -145,11 +147,11 @@ def _check_import(pool: RingPool, exported: dict[str, Tensor], conv_history: Opt
     require(came == pool.family, "family", came, pool.family)
     require(set(exported) == names, "the set of names", sorted(exported), sorted(names))
 
-    layers = pool.state.shape[0]
+    layers = len(pool.state)
     require(exported["committed"].shape == (layers,), "committed", f"of shape {tuple(exported['committed'].shape)}",
             f"[{layers}], one number a layer")
     committed = exported["committed"].tolist()
-    room = min(ring.shape[3] for ring in pool.rings.values()) - 1
+    room = min(ring[0].shape[2] for ring in pool.rings.values()) - 1
     window = getattr(pool, "window", None)
     room = room if window is None else min(room, window)
     require(all(0 <= count <= room for count in committed), "committed", committed,
@@ -160,18 +162,18 @@ def _check_import(pool: RingPool, exported: dict[str, Tensor], conv_history: Opt
         require(count == first, "committed", committed, f"equal in all layers of group {group}")
 
     for name, tensor in tensors.items():
-        got, want = list(exported[name].shape), [layers, *tensor.shape[2:]]
+        got, want = list(exported[name].shape), [layers, *tensor[0].shape[1:]]
         if name.startswith("ring."):
             want[2] = max(committed)
         if name == "conv":
             position = exported["position"].tolist()
             require(len(position) == 1 and position[0] >= 0, "position", position, "one number, 0 or more")
             inputs = got[-1] if got else 0
-            least, most = min(position[0], conv_history or 0), min(position[0], tensor.shape[3])
+            least, most = min(position[0], conv_history or 0), min(position[0], tensor[0].shape[2])
             require(least <= inputs <= most, name, f"of {inputs} inputs", f"{least} to {most}")
             want[2] = inputs
         require(got == want, name, f"of shape {got}", f"of shape {want}")
-        require(exported[name].dtype == tensor.dtype, name, f"of dtype {exported[name].dtype}", tensor.dtype)
+        require(exported[name].dtype == tensor[0].dtype, name, f"of dtype {exported[name].dtype}", tensor[0].dtype)
     return committed
 
 
@@ -185,14 +187,14 @@ def _layer_slots(function: str, pool: RingPool, slot: Union[int, Sequence[int]])
     return [by_group[group] for group in pool.layer_group.tolist()]
 
 
-def _conv_columns(function: str, conv_ring: Tensor, position: Optional[int], history: Optional[int]) -> Tensor:
+def _conv_columns(function: str, conv_ring: Pool, position: Optional[int], history: Optional[int]) -> Tensor:
     """Columns of the newest inputs before `position`, oldest first."""
-    ring_len = conv_ring.shape[3]
+    ring_len = conv_ring[0].shape[2]
     for name, value, most in (("position", position, None), ("conv_history", history, ring_len)):
         if value is None or value < 0 or (most is not None and value > most):
             raise ValueError(f"{function}: {name} is {value}, expected a number from 0{f' to {most}' if most else ''}, "
                              "because the pool has a conv ring")
-    return torch.arange(max(0, position - history), position, device=conv_ring.device) % ring_len
+    return torch.arange(max(0, position - history), position, device=conv_ring[0].device) % ring_len
 
 
 def _integers(tensor: Tensor) -> Tensor:
@@ -200,8 +202,8 @@ def _integers(tensor: Tensor) -> Tensor:
     return tensor.view(_SAME_WIDTH[tensor.element_size()])
 
 
-def _take(pool: Tensor, slots: list[int]) -> Tensor:
-    return torch.stack([_integers(pool[layer, at]) for layer, at in enumerate(slots)]).view(pool.dtype)
+def _take(pool: Pool, slots: list[int]) -> Tensor:
+    return torch.stack([_integers(pool[layer][at]) for layer, at in enumerate(slots)]).view(pool[0].dtype)
 
 
 def _put(target: Tensor, values: Tensor) -> None:

@@ -77,8 +77,8 @@ def _decode_mamba2(mixer, states, place, h, batch):
     if not isinstance(states, ReplayContext):
         y = ops.mamba2_update(states.state[place], *inputs, batch.token_slots["mamba2"])
     else:
-        rings = (ring[place] for ring in states.rings)
-        y = ops.mamba2_replay(states.state[place], *rings, *states.cursors(place), *inputs,
+        memory = states.layer(place)
+        y = ops.mamba2_replay(memory.state, *memory.rings, memory.ring_start, memory.ring_committed, *inputs,
                               **states.rounding(place), window=batch.windows["mamba2"])
     return mixer.output(y)
 
@@ -93,9 +93,9 @@ def _decode_delta(mixer, states, place, h, batch):
     if not isinstance(states, ReplayContext):
         o = update(states.state[place], *inputs, batch.token_slots[family], **how)
     else:
-        rings = (ring[place] for ring in states.rings)
-        o = replay(states.state[place], *rings, *states.cursors(place), *inputs, **states.rounding(place),
-                   window=batch.windows[family], **how)
+        memory = states.layer(place)
+        o = replay(memory.state, *memory.rings, memory.ring_start, memory.ring_committed, *inputs,
+                   **states.rounding(place), window=batch.windows[family], **how)
     return mixer.output(o, z)
 
 

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 MODEL_TYPE = "torch_replay_hybrid"
-LAYER_KINDS = ("mamba2", "gdn", "kda", "swa", "full", "mlp", "engram")
+LAYER_KINDS = ("mamba2", "gdn", "swa", "full", "mlp", "engram", "kda")
 _REAL_FIELDS = ("rope_theta", "norm_eps")
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import ops
 from ..ops.check import EIGHT_BIT
+from .pools import ContextPools, LayerMemory, Pool, allocate_conv_ring, allocate_states, copy_leading, layers_of
 
 FAMILIES = ("mamba2", "gdn", "kda")
 MODES = ("none", "align")
@@ -77,14 +78,15 @@ class KVCacheConfig:
 
 
 class ReplayContext:
-    """Owns the stacked pools of all state-space layers of one geometry, their trackers, slot tables and plans.
+    """Pools of all state-space layers of one geometry, their trackers, slot tables and plans.
 
-    Attributes (L layers, S slots, G groups, B batch rows, C table columns):
+    Attributes (L layers, S slots, G groups, B batch rows, C table columns). Pools are stacked, [L, S, ...], or lists of
+    L layer tensors [S, ...] of the host's, see `ContextPools`; `layer(i)` gives the ops of layer i what they take:
         state: [L, S, ...] checkpoints, `state_scale` row scales of 8-bit ones or None.
         seeds: [L] int64, from which the layers' next flushes draw, or None without stochastic rounding. `postprocess`
             adds 1, on the device, so that every replay of a recorded step draws anew.
         rings: the three ring tensors, [L, S, heads, R, dim] twice and [L, S, heads, R] float32 (KDA: [.., R, K]).
-        conv_ring: [L, S, channels, conv_len].
+        conv_ring: [L, S, channels, conv_len], None where the host keeps the inputs of the convolutions.
         layer_group: [L] int32. ring_start, ring_committed: [G, S] int32.
         request_tables: [G, max_num_reqs, C] and block_tables: [G, max_num_reqs, C] int32, slot ids.
         live_col, live_cols: the last column, where an engine whose live states never move may keep them; [max_num_reqs]
@@ -98,25 +100,28 @@ class ReplayContext:
 
     @classmethod
     def create(cls, groups: list[StateGroup], max_num_reqs: int, *, num_slots: int, columns: int = 1,
-               device="cpu") -> "ReplayContext":
-        """A context for `groups`, its pools zeroed.
+               device="cpu", pools: Optional[ContextPools] = None) -> "ReplayContext":
+        """A context for `groups`.
 
         Args:
             max_num_reqs: requests, and batch rows, at most. One more than that for a compiled step whose number of
                 rows is a symbol: torch 2.11 makes the size of a slice as long as its buffer a constant.
             num_slots: rows of each pool, the null slot 0 included.
             columns: C, block-table columns; 1 suffices in mode none.
+            device: of the pools and of all else; of the host's pools where they are given.
+            pools: the host's, which the context reads and writes and never replaces. None: stacked, zeroed ones of the
+                context's own.
 
         Raises:
             ValueError: no groups, groups of different cache specs, layers of different geometry or dtypes, T > W,
-                R < W + T; the message names the layer or group.
+                R < W + T, or pools that do not fit; the message names the layer, group or pool.
         """
         _check_groups(groups)
         if max_num_reqs < 1 or num_slots < 2:
             raise ValueError(f"max_num_reqs is {max_num_reqs} and num_slots {num_slots}, expected at least 1 and 2")
-        return cls(groups, max_num_reqs, num_slots, columns, torch.device(device))
+        return cls(groups, max_num_reqs, num_slots, columns, torch.device(device), pools)
 
-    def __init__(self, groups, max_num_reqs, num_slots, columns, device):
+    def __init__(self, groups, max_num_reqs, num_slots, columns, device, pools):
         self.groups = tuple(groups)
         self.layers = [layer for group in groups for layer in group.layers]
         self.spec = self.layers[0]
@@ -125,6 +130,8 @@ class ReplayContext:
         self.windows: dict[tuple[int, int], int] = {}
         self.window_us: dict[tuple[int, int], dict[int, float]] = {}
         self.ring_start = self.ring_committed = None
+        self.bind(pools or ContextPools.allocate(self.spec, len(self.layers), num_slots, device), num_slots)
+        device = self.device
         indices = [index for index, group in enumerate(groups) for _ in group.layers]
         self.layer_group = torch.tensor(indices, dtype=torch.int32, device=device)
         self.group_of = indices
@@ -138,40 +145,64 @@ class ReplayContext:
             first = FAMILIES.index(self.family) << 48
             self.seeds = first + (torch.arange(len(self.layers), dtype=torch.int64, device=device) << 32)
         self.warmed_signature = None  # of the pools that `warm_up_materializer` ran on
-        self.initialize_ring_trackers(KVCacheConfig(num_slots, device))
-        self.allocate_pools(num_slots, device)
 
-    def allocate_pools(self, num_slots: int, device) -> None:
-        """Fresh zeroed pools of `num_slots` slots, each tensor a storage of its own."""
-        spec, count = self.spec, len(self.layers)
+    def bind(self, pools: ContextPools, num_slots: int, copy: bool = True) -> None:
+        """Works on other pools from now on, of `num_slots` slots. Slots that both have keep their cursors.
+
+        copy: they keep their contents as well; False where the host has put them there. Compiled steps that hold the
+        old pools' addresses must be made anew; those of the trackers stay where `initialize_ring_trackers` can.
+
+        Raises:
+            ValueError, TypeError: pools that do not fit, see `ContextPools.check`; nothing has changed.
+        """
+        pools.check(self.spec, len(self.layers), num_slots)
+        if self.ring_start is not None and copy:
+            copy_leading(self.pools, pools, min(self.num_slots, num_slots))
+        self.state, self.state_scale, self.conv_ring = pools.state, pools.state_scale, pools.conv_ring
+        self.rings = tuple(pools.rings)
+        self.device = layers_of(pools.state)[0].device
+        self.initialize_ring_trackers(KVCacheConfig(num_slots, self.device))
         self.num_slots = num_slots
-        self.state, self.state_scale = allocate_states(spec, count, num_slots, device)
-        self.conv_ring = allocate_conv_ring(spec, count, num_slots, device)
-        wide = (count, num_slots, spec.heads, spec.ring_len, spec.head_dim)
-        narrow = (count, num_slots, spec.groups, spec.ring_len, spec.state_dim)
-        self.rings = (torch.zeros(wide, dtype=spec.ring_dtype, device=device),
-                      torch.zeros(narrow, dtype=spec.ring_dtype, device=device),
-                      torch.zeros(*wide[:4], *spec.decay_shape[1:], dtype=torch.float32, device=device))
+
+    def grow(self, num_slots: int) -> None:
+        """Stacked pools of the context's own with so many slots, more or fewer; see `bind`. New slots are zero."""
+        if num_slots < 1:
+            raise ValueError(f"num_slots is {num_slots}, expected at least 1")
+        pools = ContextPools.allocate(self.spec, len(self.layers), num_slots, self.device, self.conv_ring is not None)
+        self.bind(pools, num_slots)
 
     def initialize_ring_trackers(self, kv_cache_config: KVCacheConfig) -> None:
-        """Zeroed cursors for `kv_cache_config.num_slots` slots.
+        """Cursors for `kv_cache_config.num_slots` slots: those of slots that were there before stay, others are 0, 0.
 
         Compiled graphs hold the addresses of the trackers, so the present pair is kept if it has at least as many
         slots and lies on the same device; otherwise a new pair takes its place.
         """
         slots, device = kv_cache_config.num_slots, torch.device(kv_cache_config.device)
-        kept = self.ring_start
-        if kept is not None and kept.shape[1] >= slots and kept.device == device:
-            self.ring_start.zero_()
-            self.ring_committed.zero_()
-            return
-        shape = (len(self.groups), slots)
-        self.ring_start, self.ring_committed = (torch.zeros(shape, dtype=torch.int32, device=device) for _ in "sc")
+        old = self.ring_start, self.ring_committed
+        if old[0] is None or old[0].shape[1] < slots or old[0].device != device:
+            shape = (len(self.groups), slots)
+            self.ring_start, self.ring_committed = (torch.zeros(shape, dtype=torch.int32, device=device) for _ in "sc")
+        for kept, before in zip((self.ring_start, self.ring_committed), old):
+            if before is not None and kept is not before:
+                both = min(slots, before.shape[1])
+                kept[:, :both] = before[:, :both].to(device)
+            kept[:, slots:] = 0  # a slot that comes back is a new one
 
     src_slots = property(lambda self: self.plan[0])
     dst_slots = property(lambda self: self.plan[1])
     plan_start = property(lambda self: self.plan[2])
     plan_count = property(lambda self: self.plan[3])
+
+    @property
+    def pools(self) -> ContextPools:
+        return ContextPools(self.state, self.rings, self.conv_ring, self.state_scale)
+
+    def layer(self, index: int) -> LayerMemory:
+        """What the ops of a layer take: views of the pools and of its group's trackers."""
+        start, committed = self.cursors(index)
+        conv_ring, scale = (pool if pool is None else pool[index] for pool in (self.conv_ring, self.state_scale))
+        return LayerMemory(self.state[index], tuple(ring[index] for ring in self.rings), conv_ring, scale, start,
+                           committed)
 
     def cursors(self, layer: int) -> tuple[Tensor, Tensor]:
         """ring_start and ring_committed [S] of a layer's group."""
@@ -183,13 +214,12 @@ class ReplayContext:
         return {"state_scale": None if self.state_scale is None else self.state_scale[layer],
                 "seed": None if self.seeds is None else self.seeds[layer], "philox_rounds": self.spec.philox_rounds}
 
-    def block_copy_tensors(self) -> list[Tensor]:
-        """Every tensor that holds part of a slot's logical state: who copies a slot copies its row of all of these.
+    def block_copy_tensors(self) -> list[Pool]:
+        """Every pool that holds part of a slot's logical state: who copies a slot copies its row of all of these.
 
-        Pools are [L, S, ...], trackers [G, S].
+        Pools are [L, S, ...] or lists of [S, ...], see `ContextPools`; trackers, which come last, [G, S].
         """
-        scale = [] if self.state_scale is None else [self.state_scale]
-        return [self.state, *scale, *self.rings, self.conv_ring, self.ring_start, self.ring_committed]
+        return [*(pool for _, pool in self.pools.named()), self.ring_start, self.ring_committed]
 
     def window_of(self, rows: int, tokens: int = 1) -> int:
         """The window of decode steps of so many padded rows and tokens of a row: W, or 0 if that was found faster."""
@@ -254,7 +284,8 @@ class ReplayContext:
             src, dst, _, count = plan
             active, _ = ops.compact_active(count, num_reqs)
             self.materialize(plan, active, A)
-            ops.copy_slots(self.conv_ring, src, dst, self.layer_group, active)
+            if self.conv_ring is not None:
+                ops.copy_slots(self.conv_ring, src, dst, self.layer_group, active)
         if self.seeds is not None:
             self.seeds.add_(1)
 
@@ -331,18 +362,6 @@ class PlainStates:
         swapped = own.scatter(1, row, current)
         swapped = torch.cat([chosen, swapped[:, 1:]], 1)
         self.own_slots.copy_(padded.index_copy(0, req, swapped)[:-1])
-
-
-def allocate_states(spec: StateLayer, layers: int, slots: int, device) -> tuple[Tensor, Optional[Tensor]]:
-    """Zeroed checkpoints [L, S, heads, head_dim, state_dim] and, for 8-bit ones, row scales of 1."""
-    shape = (layers, slots, spec.heads, spec.head_dim, spec.state_dim)
-    scale = torch.ones(shape[:4], dtype=torch.float32, device=device) if spec.state_dtype in EIGHT_BIT else None
-    return torch.zeros(shape, dtype=spec.state_dtype, device=device), scale
-
-
-def allocate_conv_ring(spec: StateLayer, layers: int, slots: int, device) -> Tensor:
-    """Zeroed conv rings [L, S, channels, conv_len]."""
-    return torch.zeros(layers, slots, spec.conv_dim, spec.conv_len, dtype=spec.conv_dtype, device=device)
 
 
 def _slot_at(tables: Tensor, cols: Tensor, idx_mapping: Optional[Tensor]) -> Tensor:

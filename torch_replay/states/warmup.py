@@ -19,6 +19,7 @@ from .. import ops
 from ..ops import backends
 from ..progress import shown
 from .model_state import DefaultModelState, ReplayModelState
+from .pools import Pool
 from .replay_context import ReplayContext
 
 # what a step overwrites in a context besides its slots
@@ -46,7 +47,7 @@ def temporary_ring_state(pools: Union[ReplayContext, Sequence[Tensor]], slots: S
     """
     if isinstance(pools, ReplayContext):
         tables = [*tables, *(getattr(pools, name) for name in TABLES)]
-        pools = pools.block_copy_tensors()
+        pools = [view for pool in pools.block_copy_tensors() for view in _stacked(pool)]
     size = min((pool.shape[1] for pool in pools), default=0)
     for slot in slots:
         if not 0 <= slot < size:
@@ -64,6 +65,11 @@ def temporary_ring_state(pools: Union[ReplayContext, Sequence[Tensor]], slots: S
             pool[:, at.to(pool.device)] = kept
         for table, kept in zip(tables, whole, strict=True):
             table.copy_(kept)
+
+
+def _stacked(pool: Pool) -> list[Tensor]:
+    """A pool as tensors [L, S, ...]; of a list, each layer."""
+    return [pool] if isinstance(pool, Tensor) else [layer.unsqueeze(0) for layer in pool]
 
 
 def _as_integers(tensor: Tensor) -> Tensor:
@@ -116,7 +122,8 @@ def warm_up_decode(context: ReplayContext, capture_sizes: Iterable[int] = (), *,
         for window in (context.window,) if windows is None else windows:
             with temporary_ring_state(pools, slots):
                 convolve, replay = _decode_calls(context, memory, rows, spec.max_tokens)
-                convolve()
+                if memory[0] is not None:
+                    convolve()
                 replay(window)
     return sizes
 
@@ -132,7 +139,7 @@ def choose_windows(context: ReplayContext, sizes: Iterable[tuple[int, int]]) -> 
     Args:
         sizes: (rows, tokens of a row) of the steps. The slots 1 .. rows are put back, which takes memory for them.
     """
-    device, window = context.state.device, context.window
+    device, window = context.device, context.window
     if device.type not in backends.MEASURED_DEVICES:
         return
     for rows, tokens in sizes:
@@ -156,7 +163,7 @@ def _replay_us(context: ReplayContext, rows: int, tokens: int, cases: Sequence[t
         for window, committed in cases:
             context.ring_committed[:, 1 : rows + 1] = committed
             step = functools.partial(_each, layers, window)
-            times.append(backends.median_us(step, repeats=5, device=context.state.device))
+            times.append(backends.median_us(step, repeats=5, device=context.device))
     return times
 
 
@@ -167,16 +174,15 @@ def _each(calls: Sequence[Callable[[int], object]], argument: int) -> None:
 
 def _layer_memory(context: ReplayContext, layer: int) -> list[Optional[Tensor]]:
     """Conv ring, checkpoint, rings, cursors and scales of a layer, as the decode ops take them, [S, ...] each."""
-    rings = [ring[layer] for ring in context.rings]
-    return [context.conv_ring[layer], context.state[layer], *rings, *context.cursors(layer),
-            context.rounding(layer)["state_scale"]]
+    memory = context.layer(layer)
+    return [memory.conv_ring, memory.state, *memory.rings, memory.ring_start, memory.ring_committed, memory.state_scale]
 
 
 def _decode_calls(context: ReplayContext, memory: list[Optional[Tensor]], slots: Sequence[int],
                   tokens: int) -> tuple[Callable[[], object], Callable[[int], object]]:
     """Decode ops of one layer on random inputs, `tokens` a row: the convolution, and the replay with a window of its
     argument. They write the slots."""
-    spec, device, rows = context.spec, context.state.device, (len(slots), tokens)
+    spec, device, rows = context.spec, context.device, (len(slots), tokens)
     slots = torch.tensor(slots, dtype=torch.int32, device=device)
     conv_ring, *memory, scale = memory
     wide, narrow = spec.heads * spec.head_dim, spec.groups * spec.state_dim
@@ -247,7 +253,8 @@ def warm_up_lifecycle(context: ReplayContext) -> None:
         plan = scratch.commit(first(context.block_size - 1), first(1), decoding, query_lens=first(1),
                               live_cols=first(live), idx_mapping=first(0, -1))
         active, _ = ops.compact_active(plan[3], torch.ones(1, dtype=torch.int32, device=device))
-        ops.copy_slots(context.conv_ring, *plan[:2], context.layer_group, active)
+        if context.conv_ring is not None:
+            ops.copy_slots(context.conv_ring, *plan[:2], context.layer_group, active)
 
 
 @torch.no_grad()
@@ -267,7 +274,7 @@ def warm_up_materializer(contexts: Union[ReplayContext, Iterable[ReplayContext]]
             done.add(signature)
             launches += 1
             A = torch.full((len(context.layers), context.spec.heads), -1.0, dtype=torch.float32,
-                           device=context.state.device)
+                           device=context.device)
             plan = list(torch.zeros_like(context.plan).unbind())
             context.materialize([*plan[:3], plan[3].fill_(-1)], torch.full_like(context.live_cols, -1),
                                 A if context.family == "mamba2" else None)
@@ -276,9 +283,9 @@ def warm_up_materializer(contexts: Union[ReplayContext, Iterable[ReplayContext]]
 
 
 def _signature(context: ReplayContext) -> tuple:
-    pools = [context.state, context.state_scale, *context.rings]
-    return (context.family, str(context.state.device),
-            *(pool if pool is None else (tuple(pool.shape), pool.stride(), pool.dtype) for pool in pools))
+    pools = [_stacked(pool) for _, pool in context.pools.named()]
+    return (context.family, str(context.device), *(
+        (len(layers), tuple(layers[0].shape), layers[0].stride(), layers[0].dtype) for layers in pools))
 
 
 @torch.no_grad()
