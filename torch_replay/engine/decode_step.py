@@ -173,7 +173,7 @@ def flushing(memory: ModelMemory, batch: Batch) -> Tensor:
     """[B] int32 flags of rows whose forward folded their ring; read before the commit moves the cursors."""
     for family, states in memory.states.items():
         if isinstance(states, ReplayContext):
-            slots = batch.state_slots[family]
+            slots = batch.state_slots[family][0]
             committed = states.cursors(0)[1][slots.long()]
             return ((slots > 0) & (committed + batch.query_lens > batch.windows[family])).int()
     return torch.zeros_like(batch.query_lens, dtype=torch.int32)

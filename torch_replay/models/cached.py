@@ -64,16 +64,21 @@ def _attention(mixer, kind, cache, h, rope, batch):
     return mixer.output(out.unflatten(0, h.shape[:2]))
 
 
+def _slots(slots, states, place):
+    """[B], of a batch's slots by family [G, B], those that layer `place` of a family goes through."""
+    return slots[states.family][states.group_of[place]]
+
+
 def _conv_replay(mixer, states, place, raw, bias, batch):
     return ops.conv_replay(states.conv_ring[place], raw, mixer.conv_weight, bias, batch.first,
-                           batch.conv_slots[states.family], batch.query_lens, silu=True)
+                           _slots(batch.conv_slots, states, place), batch.query_lens, silu=True)
 
 
 def _decode_mamba2(mixer, states, place, h, batch):
     z, raw, dt = mixer.project(h)
     x, B, C = mixer.split(_conv_replay(mixer, states, place, raw, mixer.conv_bias, batch))
-    inputs = (x, dt, batch.decay_rates[place], B, C, mixer.D, z, mixer.dt_bias, batch.state_slots["mamba2"],
-              batch.query_lens)
+    inputs = (x, dt, batch.decay_rates[place], B, C, mixer.D, z, mixer.dt_bias,
+              _slots(batch.state_slots, states, place), batch.query_lens)
     if not isinstance(states, ReplayContext):
         y = ops.mamba2_update(states.state[place], *inputs, batch.token_slots["mamba2"])
     else:
@@ -88,7 +93,7 @@ def _decode_delta(mixer, states, place, h, batch):
     update, replay = _DELTA_OPS[family]
     raw, z, a, b = mixer.project(h)
     q, k, v = mixer.split(_conv_replay(mixer, states, place, raw, None, batch))
-    inputs = (q, k, v, a, b, *mixer.gate_parameters, batch.state_slots[family], batch.query_lens)
+    inputs = (q, k, v, a, b, *mixer.gate_parameters, _slots(batch.state_slots, states, place), batch.query_lens)
     how = {"scale": mixer.scale, "l2norm": True}
     if not isinstance(states, ReplayContext):
         o = update(states.state[place], *inputs, batch.token_slots[family], **how)
@@ -141,7 +146,7 @@ def _real_tokens(h, batch):
 
 def _initial_state(states, place, batch):
     """State [B, ...] that a chunk starts from: zero at a prompt's first chunk, whatever the slot holds."""
-    began, slots = (batch.first > 0).view(-1, 1, 1, 1), batch.state_slots[states.family].long()
+    began, slots = (batch.first > 0).view(-1, 1, 1, 1), _slots(batch.state_slots, states, place).long()
     found = states.state[place, slots].float()
     if states.state_scale is not None:
         found = found * states.state_scale[place, slots].unsqueeze(-1)
@@ -150,7 +155,7 @@ def _initial_state(states, place, batch):
 
 def _store_states(states, place, final, at_edges, batch):
     """Hands the state [B, ...] over as the new checkpoint, those at edges [B, E, ...] as snapshots."""
-    _store_state(states, place, final, batch.state_slots[states.family].long())
+    _store_state(states, place, final, _slots(batch.state_slots, states, place).long())
     if batch.edges is not None:
         _store_state(states, place, at_edges.flatten(0, 1), batch.edge_slots.flatten().long())
 
@@ -174,7 +179,7 @@ def _write_slots(pool, place, slots, values):
 
 def _conv_history(states, place, width, batch):
     """The `width` inputs before each row's first token, [B, width, D], oldest first, zeros before position 0."""
-    ring, slots = states.conv_ring[place], batch.conv_slots[states.family].long()
+    ring, slots = states.conv_ring[place], _slots(batch.conv_slots, states, place).long()
     position = batch.first[:, None] + torch.arange(-width, 0, device=ring.device)
     found = ring[slots[:, None], :, position % ring.shape[2]]
     return torch.where((position >= 0)[..., None], found, 0.0)
@@ -183,7 +188,7 @@ def _conv_history(states, place, width, batch):
 def _append_conv(states, place, raw, batch):
     """Writes each row's last inputs to their columns, `position % conv_len`, and to the ring of a snapshot inside the
     chunk the last inputs before it. raw: [B, T, D]."""
-    ring, slots = states.conv_ring[place], batch.conv_slots[states.family].long()[:, None]
+    ring, slots = states.conv_ring[place], _slots(batch.conv_slots, states, place).long()[:, None]
     length, ends, live = ring.shape[2], batch.query_lens.long()[:, None], ring[slots]
     if batch.edges is not None:
         ends, slots = torch.cat([ends, batch.edges.long()], 1), torch.cat([slots, batch.edge_slots.long()], 1)

@@ -33,8 +33,9 @@ class Batch:
     seq_lens: Tensor  # [B] int32
     query_start_loc: Tensor  # [B + 1] int32
     query_lens: Tensor  # [B] int32
-    conv_slots: dict[str, Tensor]  # by family, [B] int32, 0 for padded rows
-    state_slots: dict[str, Tensor]  # by family, [B] int32, likewise
+    # by family, [G, B] int32, 0 for padded rows: layers of group g go through the slots of g
+    conv_slots: dict[str, Tensor]
+    state_slots: dict[str, Tensor]
     token_slots: dict[str, Optional[Tensor]]  # by family, [B, T] or None
     windows: dict[str, int] = field(default_factory=dict)  # by family that replays: W or 0, see `ReplayContext.windows`
     attn: dict[str, AttnMetadata] = field(default_factory=dict)  # by KV kind

@@ -243,14 +243,15 @@ class DefaultModelState:
             if isinstance(states, ReplayContext):
                 table = states.block_tables[:, :rows]
                 ops.gather_block_tables(table, states.request_tables, idx_mapping, inputs.num_reqs)
-                state_slots[family] = conv_slots[family] = table[0, :, states.live_col]
+                state_slots[family] = conv_slots[family] = table[:, :, states.live_col]
                 token_slots[family] = None
                 # prefill leaves no tokens in the ring, and its sizes are symbols, which no dict knows
                 windows[family] = states.window_of(rows, tokens) if inputs.is_prefilling is None else states.window
             else:
                 by_token = tokens if inputs.is_prefilling is None else None
-                state_slots[family], token_slots[family] = states.step_slots(idx_mapping, by_token)
-                conv_slots[family] = torch.where(idx_mapping >= 0, idx_mapping + 1, 0)
+                slots, token_slots[family] = states.step_slots(idx_mapping, by_token)
+                state_slots[family] = slots[None]
+                conv_slots[family] = torch.where(idx_mapping >= 0, idx_mapping + 1, 0)[None]
         batch = Batch(input_ids, positions, positions.view(rows, tokens)[:, 0], seq_lens, query_start_loc, query_lens,
                       conv_slots, state_slots, token_slots, windows, allocate=inputs.allocate)
         if inputs.changes is not None and inputs.changes.inner:

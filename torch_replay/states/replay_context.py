@@ -329,6 +329,7 @@ class PlainStates:
             raise ValueError(f"layer {layers[0].name}: state_dtype is {layers[0].state_dtype} and philox_rounds "
                              f"{layers[0].philox_rounds}, expected a float type and 0 without replay")
         self.layers, self.spec, self.family = layers, layers[0], layers[0].family
+        self.group_of = [0] * len(layers)
         self.tokens = self.spec.max_tokens
         each = 1 + self.tokens if self.tokens > 1 else 1
         self.state, self.state_scale = allocate_states(self.spec, len(layers), 1 + max_num_reqs * each, device)
