@@ -19,7 +19,7 @@ compute_slot_mappings(Tensor(a0!) slot_mappings, Tensor block_tables, Tensor que
 conv_prefill(Tensor(a0!) conv_ring, Tensor x, Tensor weight, Tensor? bias, Tensor positions, Tensor slots,
     Tensor? query_lens=None, Tensor? query_start_loc=None, *, SymInt? max_query_len=None, bool silu) -> Tensor
 conv_replay(Tensor(a0!) conv_ring, Tensor x, Tensor weight, Tensor? bias, Tensor positions, Tensor slots,
-    Tensor? query_lens=None, *, bool silu) -> Tensor
+    Tensor? query_lens=None, Tensor? query_start_loc=None, *, bool silu, SymInt? max_query_len=None) -> Tensor
 copy_slots(Tensor(a0!) pool, Tensor src_slots, Tensor dst_slots, Tensor layer_group, Tensor active_rows) -> ()
 delta_prefill(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state=None, Tensor?
     edges=None) -> (Tensor, Tensor, Tensor)
@@ -41,10 +41,12 @@ gdn_prefill(Tensor(a0!) state, Tensor(a1!) ring_start, Tensor(a2!) ring_committe
     SymInt? max_query_len=None, float scale, bool l2norm, SymInt philox_rounds=0) -> Tensor
 gdn_replay(Tensor(a0!) state, Tensor(a1!) u_ring, Tensor(a2!) k_ring, Tensor(a3!) g_ring, Tensor ring_start,
     Tensor ring_committed, Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias,
-    Tensor slots, Tensor? query_lens=None, Tensor(a15!)? state_scale=None, Tensor? seed=None, *, SymInt
-    window, float scale, bool l2norm, SymInt philox_rounds=0) -> Tensor
+    Tensor slots, Tensor? query_lens=None, Tensor(a15!)? state_scale=None, Tensor? seed=None, Tensor?
+    query_start_loc=None, *, SymInt window, SymInt? max_query_len=None, float scale, bool l2norm, SymInt
+    philox_rounds=0) -> Tensor
 gdn_update(Tensor(a0!) state, Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias,
-    Tensor slots, Tensor? query_lens=None, Tensor? token_slots=None, *, float scale, bool l2norm) -> Tensor
+    Tensor slots, Tensor? query_lens=None, Tensor? token_slots=None, Tensor? query_start_loc=None, *, SymInt?
+    max_query_len=None, float scale, bool l2norm) -> Tensor
 kda_materialize(Tensor(a0!) state, Tensor u_ring, Tensor k_ring, Tensor g_ring, Tensor src_slots, Tensor
     dst_slots, Tensor ring_start, Tensor count, Tensor layer_group, Tensor active_rows, Tensor(a10!)?
     state_scale=None, Tensor? seed=None, *, SymInt philox_rounds=0) -> ()
@@ -55,11 +57,12 @@ kda_prefill(Tensor(a0!) state, Tensor(a1!) ring_start, Tensor(a2!) ring_committe
     Tensor
 kda_replay(Tensor(a0!) state, Tensor(a1!) u_ring, Tensor(a2!) k_ring, Tensor(a3!) g_ring, Tensor ring_start,
     Tensor ring_committed, Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias,
-    Tensor slots, Tensor? query_lens=None, Tensor(a15!)? state_scale=None, Tensor? seed=None, *, SymInt
-    window, float scale, bool l2norm, float? lower_bound=None, SymInt philox_rounds=0) -> Tensor
+    Tensor slots, Tensor? query_lens=None, Tensor(a15!)? state_scale=None, Tensor? seed=None, Tensor?
+    query_start_loc=None, *, SymInt window, SymInt? max_query_len=None, float scale, bool l2norm, float?
+    lower_bound=None, SymInt philox_rounds=0) -> Tensor
 kda_update(Tensor(a0!) state, Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias,
-    Tensor slots, Tensor? query_lens=None, Tensor? token_slots=None, *, float scale, bool l2norm, float?
-    lower_bound=None) -> Tensor
+    Tensor slots, Tensor? query_lens=None, Tensor? token_slots=None, Tensor? query_start_loc=None, *, SymInt?
+    max_query_len=None, float scale, bool l2norm, float? lower_bound=None) -> Tensor
 mamba2_materialize(Tensor(a0!) state, Tensor x_ring, Tensor B_ring, Tensor dt_ring, Tensor A, Tensor
     src_slots, Tensor dst_slots, Tensor ring_start, Tensor count, Tensor layer_group, Tensor active_rows,
     Tensor(a11!)? state_scale=None, Tensor? seed=None, *, SymInt philox_rounds=0) -> ()
@@ -71,11 +74,12 @@ mamba2_prefill(Tensor(a0!) state, Tensor(a1!) ring_start, Tensor(a2!) ring_commi
 mamba2_replay(Tensor(a0!) state, Tensor(a1!) x_ring, Tensor(a2!) B_ring, Tensor(a3!) dt_ring, Tensor
     ring_start, Tensor ring_committed, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor?
     z, Tensor? dt_bias, Tensor slots, Tensor? query_lens=None, Tensor(a16!)? state_scale=None, Tensor?
-    seed=None, *, SymInt window, bool dt_softplus=True, float dt_min=0.0, float? dt_max=None, SymInt
-    philox_rounds=0) -> Tensor
+    seed=None, Tensor? query_start_loc=None, *, SymInt window, SymInt? max_query_len=None, bool
+    dt_softplus=True, float dt_min=0.0, float? dt_max=None, SymInt philox_rounds=0) -> Tensor
 mamba2_update(Tensor(a0!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z,
-    Tensor? dt_bias, Tensor slots, Tensor? query_lens=None, Tensor? token_slots=None, *, bool
-    dt_softplus=True, float dt_min=0.0, float? dt_max=None) -> Tensor
+    Tensor? dt_bias, Tensor slots, Tensor? query_lens=None, Tensor? token_slots=None, Tensor?
+    query_start_loc=None, *, SymInt? max_query_len=None, bool dt_softplus=True, float dt_min=0.0, float?
+    dt_max=None) -> Tensor
 ngram_hash(Tensor ids, Tensor positions, Tensor query_start_loc, Tensor lookback, Tensor token_map, Tensor
     multipliers, Tensor primes, Tensor offsets, Tensor pad_id, Tensor? query_lens=None) -> Tensor
 pad_replayed_slots(Tensor(a0!) slot_mappings, Tensor cacheable_groups, Tensor query_start_loc, Tensor

@@ -76,6 +76,38 @@ class Shapes:
             raise AttributeError(letter) from None
 
 
+class TokenShapes(Shapes):
+    """Shapes of an op whose tokens come as padded rows, [B, T, ...], or packed, [tokens, ...].
+
+    Packed, row b owns tokens query_start_loc[b] .. query_start_loc[b + 1] - 1, and T is `max_query_len`.
+    """
+
+    def __init__(self, op: str, query_start_loc: Optional[Tensor], max_query_len: Optional[int]):
+        super().__init__(op)
+        self.packed = query_start_loc is not None
+        if self.packed != (max_query_len is not None):
+            fail(op, "max_query_len", max_query_len, "a bound for packed rows (query_start_loc), None for others")
+        if self.packed:
+            if max_query_len < 1:
+                fail(op, "max_query_len", max_query_len, "1 or more")
+            self.sizes["T"] = max_query_len
+
+    def tokens(self, argument: str, tensor: Optional[Tensor], letters: str, dtypes: Iterable[torch.dtype] = FLOAT):
+        """tensor: [B, T, letters], or packed [tokens, letters]."""
+        self(argument, tensor, f"{'tokens' if self.packed else 'B T'} {letters}", dtypes)
+
+    def rows(self, argument: str, slots: Tensor, query_lens: Optional[Tensor], query_start_loc: Optional[Tensor]):
+        """argument: what names the tokens."""
+        self("slots", slots, "B", INDEX)
+        self("query_lens", query_lens, "B", INDEX)
+        self("query_start_loc", query_start_loc, "B+1", INDEX)
+        if self.packed and query_start_loc.shape[0] != slots.shape[0] + 1:
+            fail(self.op, "query_start_loc", f"of shape {tuple(query_start_loc.shape)}", f"[B+1] with B = {self.B}")
+        count = self.sizes["tokens" if self.packed else "T"]
+        if count < 1:
+            fail(self.op, argument, f"of {count} tokens" + ("" if self.packed else " a row"), "1 or more")
+
+
 def require_range(op: str, argument: str, values: Tensor, low: int, high: int) -> None:
     """Every element of `values` lies in [low, high]. Reads values: for CPU tensors only."""
     if values.numel() == 0:
@@ -138,22 +170,34 @@ def check_ring(shapes: Shapes, window: int, tokens: str) -> None:
             f"at most R - T = {shapes.R} - {shapes.T} of the ring")
 
 
-def check_row_values(op: str, state, ring_len, ring_start, ring_committed, tokens, slots, query_lens) -> None:
-    """Values of the row arguments of a replay op, on a CPU."""
+def check_tokens(op: str, x, query_lens, query_start_loc=None, max_query_len=None) -> int:
+    """Values of what says which tokens a row has, on a CPU; returns T. x: a tensor of tokens."""
+    most = x.shape[1] if query_start_loc is None else max_query_len
+    if query_lens is not None:
+        require_range(op, "query_lens", query_lens, 0, most)
+    if query_start_loc is not None:
+        require_range(op, "query_start_loc", query_start_loc, 0, x.shape[0])
+        owned = query_start_loc.diff()
+        require_range(op, "query_start_loc's differences", owned, 0, max_query_len)
+        if query_lens is not None and (query_lens > owned).any():
+            fail(op, "query_lens", query_lens.tolist(), f"at most the {owned.tolist()} tokens of query_start_loc")
+    return most
+
+
+def check_row_values(op: str, state, ring_len, ring_start, ring_committed, slots, x, *tokens) -> None:
+    """Values of the row arguments of a replay op, on a CPU. x, *tokens: what `check_tokens` takes."""
     require_range(op, "slots", slots, 0, state.shape[0] - 1)
     require_distinct_slots(op, "slots", slots)
-    if query_lens is not None:
-        require_range(op, "query_lens", query_lens, 0, tokens)
+    most = check_tokens(op, x, *tokens)
     live = slots[slots > 0]
     require_range(op, "ring_start", ring_start[live], 0, ring_len - 1)
-    require_range(op, "ring_committed", ring_committed[live], 0, ring_len - tokens)
+    require_range(op, "ring_committed", ring_committed[live], 0, ring_len - most)
 
 
-def check_update_values(op: str, state, tokens, slots, query_lens, token_slots) -> None:
-    """Values of the row arguments of an update op, on a CPU."""
+def check_update_values(op: str, state, slots, token_slots, x, *tokens) -> None:
+    """Values of the row arguments of an update op, on a CPU. x, *tokens: what `check_tokens` takes."""
     require_range(op, "slots", slots, 0, state.shape[0] - 1)
-    if query_lens is not None:
-        require_range(op, "query_lens", query_lens, 0, tokens)
+    check_tokens(op, x, *tokens)
     if token_slots is None:
         require_distinct_slots(op, "slots", slots)
     else:

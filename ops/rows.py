@@ -1,5 +1,9 @@
 """Row arithmetic that the reference kernels of the state-space families share: which rows are real, live, planned."""
 
+import functools
+import inspect
+from typing import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,6 +14,76 @@ def row_lengths(slots: Tensor, query_lens, tokens: int) -> Tensor:
     """Real tokens of each row, int64 [B]: 0 for padded rows."""
     lens = torch.full_like(slots, tokens) if query_lens is None else query_lens
     return torch.where(slots > 0, lens, 0).long()
+
+
+class TokenRows:
+    """The tokens of a call by row, whether they came padded, [B, T, ...], or packed, [tokens, ...].
+
+    lens: int64 [B], 0 for padded rows. real: bool [B, T].
+    """
+
+    def __init__(self, x: Tensor, slots: Tensor, query_lens, query_start_loc, max_query_len):
+        self.starts, self.count = query_start_loc, x.shape[0]
+        self.tokens = x.shape[1] if self.starts is None else max_query_len
+        if query_lens is None and self.starts is not None:
+            query_lens = self.starts.diff()
+        self.lens = row_lengths(slots, query_lens, self.tokens)
+        self.real = torch.arange(self.tokens, device=x.device) < self.lens[:, None]
+
+    def padded(self, t: Tensor) -> Tensor:
+        """[B, T, ...]; anything where there is no token."""
+        if self.starts is None:
+            return t
+        at = self.starts[:-1, None] + torch.arange(self.tokens, device=t.device)
+        return t[at.clamp(0, self.count - 1)]
+
+    def load(self, t: Tensor) -> Tensor:
+        """float32 [B, T, ...]; 0 where there is no token, whatever the memory holds."""
+        return self.only_real(self.padded(t).float())
+
+    def only_real(self, t: Tensor) -> Tensor:
+        """t [B, T, ...], 0 where there is no token."""
+        return torch.where(self.real.view(*self.real.shape, *[1] * (t.dim() - 2)), t, 0.0)
+
+    def store(self, out: Tensor, y: Tensor) -> None:
+        """y [B, T, ...] into out, which is laid out as the inputs were; 0 where there is no token."""
+        y = self.only_real(y)
+        if self.starts is not None:
+            token = torch.arange(self.count, device=y.device)
+            row = (torch.searchsorted(self.starts.long(), token, right=True) - 1).clamp(0, len(self.lens) - 1)
+            offset = token - self.starts[row]
+            inside = (offset >= 0) & (offset < self.lens[row])
+            y = y[row, offset.clamp(0, self.tokens - 1)]
+            y = torch.where(inside.view(-1, *[1] * (y.dim() - 1)), y, 0.0)
+        out.copy_(y)
+
+
+def takes_packed_rows(*tokens: str) -> Callable:
+    """Decorator of a reference kernel for padded rows: packed ones are padded for it, and its output packed again.
+
+    tokens: names of the arguments that have tokens; the first is laid out like the output. The kernel has the arguments
+    `slots`, `query_lens`, `query_start_loc` and `max_query_len`, and is called without the last two.
+    """
+
+    def decorate(kernel: Callable) -> Callable:
+        signature = inspect.signature(kernel)
+
+        @functools.wraps(kernel)
+        def run(*args, **kwargs) -> None:
+            call = signature.bind(*args, **kwargs).arguments
+            starts, most = call.pop("query_start_loc", None), call.pop("max_query_len", None)
+            if starts is not None:
+                out, first = call["out"], call[tokens[0]]
+                rows = TokenRows(first, call["slots"], call.get("query_lens"), starts, most)
+                call |= {name: rows.padded(call[name]) for name in tokens if call.get(name) is not None}
+                call |= dict(query_lens=rows.lens, out=out.new_empty(call[tokens[0]].shape))
+            kernel(**call)
+            if starts is not None:
+                rows.store(out, call["out"])
+
+        return run
+
+    return decorate
 
 
 def history_rows(start: Tensor, committed: Tensor, rows: int, ring_len: int) -> tuple[Tensor, Tensor]:

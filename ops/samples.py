@@ -109,6 +109,25 @@ def query_lengths(rng: Rng, rows: int, tokens: int) -> torch.Tensor:
     return lens
 
 
+def pack(lens: torch.Tensor, *tensors, gap: int = 2, dtype=torch.int32) -> tuple:
+    """query_start_loc of rows that own `lens` tokens, then each tensor [B, T, ...] (or None) as packed tokens: views of
+    the same memory, with `gap` tokens at the end that belong to no row."""
+    starts = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(dtype)
+    count = int(starts[-1]) + gap
+    return starts, *(None if tensor is None else tensor.flatten(0, 1)[:count] for tensor in tensors)
+
+
+def pack_rows(rng: Rng, packed: bool, lens, *tensors, dtype=torch.int32) -> tuple:
+    """query_lens, query_start_loc, keyword arguments, and tensors [B, T, ...] (or None): as they come, or `packed` into
+    ragged rows. With `lens`, the last quarter of what a packed row owns is not real."""
+    if not packed:
+        return lens, None, {}, *tensors
+    rows, tokens = tensors[0].shape[:2]
+    owned = query_lengths(rng, rows, tokens)
+    starts, *tensors = pack(owned, *tensors, dtype=dtype)
+    return None if lens is None else owned - owned // 4, starts, dict(max_query_len=tokens), *tensors
+
+
 def row_slots(rng: Rng, rows: int, slots: int, padded: int = 0, dtype=torch.int32) -> torch.Tensor:
     """Distinct slots in 1..S-1 in random order; the last `padded` rows are null."""
     chosen = [slot + 1 for slot in rng.permutation(slots - 1)[: rows - padded]]

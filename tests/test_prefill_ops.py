@@ -148,8 +148,6 @@ REFUSED = {
     "slot out of range": ("kda_prefill", dict(slots=first_of("slots", 6)), "slots is 6"),
     "ring not empty": ("gdn_prefill", dict(ring_committed=lambda a: a["ring_committed"] + 2), "fold the ring"),
     "length": ("mamba2_prefill", dict(query_lens=lambda a: torch.tensor([71, 0, 0, 0])), "query_lens is 71"),
-    "lengths and starts": ("conv_prefill", dict(query_lens=lambda a: a["slots"], max_query_len=lambda a: 3,
-                                                query_start_loc=lambda a: torch.arange(5)), "query_lens is given with"),
     "no bound": ("conv_prefill", dict(query_start_loc=lambda a: torch.arange(5)), "max_query_len is None"),
     "bound alone": ("conv_prefill", dict(max_query_len=lambda a: 3), "max_query_len is 3"),
     "short ring": ("conv_prefill", dict(conv_ring=lambda a: a["conv_ring"][..., :2]), "conv_ring is of 2 columns"),

@@ -1,8 +1,10 @@
 """The short convolution token by token in float64, and slot copies one at a time."""
 
 import torch
+from truth_rows import takes_packed_rows
 
 
+@takes_packed_rows("x")
 def conv_replay(conv_ring, x, weight, bias, positions, slots, query_lens, silu):
     rows, tokens, dim = x.shape
     width, ring_len = weight.shape[1], conv_ring.shape[2]

@@ -2,6 +2,7 @@
 
 import torch
 from truth_mamba2 import decoded, softplus
+from truth_rows import takes_packed_rows
 
 __all__ = ["decoded", "gdn_materialize", "gdn_replay", "gdn_update"]
 
@@ -31,6 +32,7 @@ def output(state, q):
     return torch.stack([state[h] @ q[h // ratio] for h in range(len(state))])
 
 
+@takes_packed_rows("v", "q", "k", "a", "b")
 def gdn_replay(state, u_ring, k_ring, g_ring, ring_start, ring_committed, q, k, v, a, b, A_log, dt_bias, slots,
                query_lens, state_scale, seed, window, scale, l2norm, philox_rounds):
     rows, tokens = v.shape[:2]
@@ -59,6 +61,7 @@ def gdn_replay(state, u_ring, k_ring, g_ring, ring_start, ring_committed, q, k, 
     return o
 
 
+@takes_packed_rows("v", "q", "k", "a", "b", "token_slots")
 def gdn_update(state, q, k, v, a, b, A_log, dt_bias, slots, query_lens, token_slots, scale, l2norm):
     rows, tokens = v.shape[:2]
     o = torch.zeros_like(v)

@@ -7,6 +7,7 @@ the columns of a head's state [V, K].
 import torch
 from truth_gdn import corrected, decay_and_add, decoded, gdn_materialize, output
 from truth_mamba2 import softplus
+from truth_rows import takes_packed_rows
 
 __all__ = ["corrected", "decay_and_add", "decoded", "kda_materialize", "kda_replay", "kda_update", "output"]
 
@@ -26,6 +27,7 @@ def prepared(q, k, a, b, A_log, dt_bias, scale, l2norm, lower_bound):
     return q * scale, k, g, 1 / (1 + torch.exp(-b))
 
 
+@takes_packed_rows("v", "q", "k", "a", "b")
 def kda_replay(state, u_ring, k_ring, g_ring, ring_start, ring_committed, q, k, v, a, b, A_log, dt_bias, slots,
                query_lens, state_scale, seed, window, scale, l2norm, lower_bound, philox_rounds):
     rows, tokens = v.shape[:2]
@@ -54,6 +56,7 @@ def kda_replay(state, u_ring, k_ring, g_ring, ring_start, ring_committed, q, k, 
     return o
 
 
+@takes_packed_rows("v", "q", "k", "a", "b", "token_slots")
 def kda_update(state, q, k, v, a, b, A_log, dt_bias, slots, query_lens, token_slots, scale, l2norm, lower_bound):
     rows, tokens = v.shape[:2]
     o = torch.zeros_like(v)

@@ -1,6 +1,7 @@
 """Mamba-2 token by token, one row, one head at a time, in float64."""
 
 import torch
+from truth_rows import takes_packed_rows
 
 
 def softplus(x):
@@ -34,6 +35,7 @@ def decoded(state, scale):
     return state.double() if scale is None else state.double() * scale.double().unsqueeze(-1)
 
 
+@takes_packed_rows("x", "dt", "B", "C", "z")
 def mamba2_replay(state, x_ring, B_ring, dt_ring, ring_start, ring_committed, x, dt, A, B, C, D, z, dt_bias, slots,
                   query_lens, state_scale, seed, window, dt_softplus, dt_min, dt_max, philox_rounds):
     rows, tokens = x.shape[:2]
@@ -61,6 +63,7 @@ def mamba2_replay(state, x_ring, B_ring, dt_ring, ring_start, ring_committed, x,
     return y
 
 
+@takes_packed_rows("x", "dt", "B", "C", "z", "token_slots")
 def mamba2_update(state, x, dt, A, B, C, D, z, dt_bias, slots, query_lens, token_slots, dt_softplus, dt_min, dt_max):
     rows, tokens = x.shape[:2]
     y = torch.zeros_like(x)

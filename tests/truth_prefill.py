@@ -12,7 +12,9 @@ def spans(x, slots, query_lens, starts):
     """Of every row that owns tokens: (row, slot, index of each of its tokens in x)."""
     for row, slot in enumerate(slots.tolist()):
         if slot and starts is not None:
-            yield row, slot, [(token,) for token in range(int(starts[row]), int(starts[row + 1]))]
+            first, last = int(starts[row]), int(starts[row + 1])
+            last = last if query_lens is None else first + int(query_lens[row])
+            yield row, slot, [(token,) for token in range(first, last)]
         elif slot:
             count = x.shape[1] if query_lens is None else int(query_lens[row])
             yield row, slot, [(row, token) for token in range(count)]

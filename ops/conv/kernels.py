@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..triton_rows import row_strides, row_tokens
 from .naive import as_integers
 
 WORD_TYPES = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
@@ -16,12 +17,12 @@ DIMS = 3  # dimensions of a slot that a copy can step through
 
 
 @triton.jit(do_not_specialize=["rows", "p_positions", "positions_stride", "p_slots", "slots_stride", "p_lens",
-                               "lens_stride", "tokens"])
+                               "lens_stride", "p_starts", "starts_stride", "tokens"])
 def _convolve_rows_kernel(
     p_ring, ring_slot, ring_dim, ring_column, p_x, x_row, x_token, x_dim, p_weight, weight_dim, weight_tap, p_bias,
-    bias_dim, p_positions, positions_stride, p_slots, slots_stride, p_lens, lens_stride, p_out, out_row, out_token,
-    out_dim, tokens, dim, ring_len, WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    bias_dim, p_positions, positions_stride, p_slots, slots_stride, p_lens, lens_stride, p_starts, starts_stride,
+    p_out, out_row, out_token, out_dim, tokens, dim, ring_len, WIDTH: tl.constexpr, SILU: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     """BLOCK_T tokens and BLOCK_D channels of one row. Columns written, those of the row's tokens, are never among the
     width - 1 columns before them that any program reads: the ring is at least width - 1 + T long."""
@@ -29,11 +30,8 @@ def _convolve_rows_kernel(
     channel = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)[None, :]
     token = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     slot = tl.load(p_slots + i_row * slots_stride).to(tl.int64)
-    if p_lens is None:
-        q = tokens
-    else:
-        q = tl.minimum(tl.load(p_lens + i_row * lens_stride).to(tl.int32), tokens)
-    q = tl.where(slot > 0, q, 0)
+    place, q = row_tokens(i_row, slot, p_starts, starts_stride, p_lens, lens_stride, tokens)
+    q = tl.minimum(q, tokens)
     # padded rows may have any position
     position = tl.where(slot > 0, tl.load(p_positions + i_row * positions_stride).to(tl.int64), 0)
     column = (position % ring_len).to(tl.int32)
@@ -42,7 +40,7 @@ def _convolve_rows_kernel(
     c_mask = channel < dim
     RING: tl.constexpr = p_ring.dtype.element_ty
     p_ring += slot * ring_slot + channel * ring_dim
-    p_x += i_row * x_row + channel * x_dim
+    p_x += place * x_row + channel * x_dim
     p_weight += channel * weight_dim
     acc = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     if p_bias is not None:
@@ -64,20 +62,28 @@ def _convolve_rows_kernel(
         acc += value * tl.load(p_weight + tap * weight_tap, mask=c_mask, other=0.0).to(tl.float32)
     if SILU:
         acc = acc * tl.sigmoid(acc)
-    p_out += i_row * out_row + token[:, None].to(tl.int64) * out_token + channel * out_dim
+    p_out += place * out_row + token[:, None].to(tl.int64) * out_token + channel * out_dim
     acc = tl.where((token < q)[:, None], acc, 0.0)
-    tl.store(p_out, acc.to(p_out.dtype.element_ty), mask=(token < tokens)[:, None] & c_mask)
+    written = tokens if p_starts is None else q
+    tl.store(p_out, acc.to(p_out.dtype.element_ty), mask=(token < written)[:, None] & c_mask)
 
 
-def conv_replay(conv_ring, x, weight, bias, positions, slots, query_lens=None, *, silu, out) -> None:
+def conv_replay(
+    conv_ring, x, weight, bias, positions, slots, query_lens=None, query_start_loc=None, *, silu, max_query_len=None,
+    out,
+) -> None:
     """One program for each row and 512 elements of it."""
-    rows, tokens, dim = x.shape
+    rows, dim, packed = slots.shape[0], x.shape[-1], query_start_loc is not None
+    tokens = max_query_len if packed else x.shape[1]
+    if packed:
+        out.zero_()
     block_t = min(16, triton.next_power_of_2(tokens))
     block_d = min(max(512 // block_t, 32), 128, triton.next_power_of_2(dim))
     _convolve_rows_kernel[(rows, triton.cdiv(dim, block_d), triton.cdiv(tokens, block_t))](
-        conv_ring, *conv_ring.stride(), x, *x.stride(), weight, *weight.stride(), bias,
+        conv_ring, *conv_ring.stride(), x, *row_strides(x, packed), weight, *weight.stride(), bias,
         0 if bias is None else bias.stride(0), positions, positions.stride(0), slots, slots.stride(0), query_lens,
-        0 if query_lens is None else query_lens.stride(0), out, *out.stride(), tokens, dim, conv_ring.shape[2],
+        0 if query_lens is None else query_lens.stride(0), query_start_loc, *row_strides(query_start_loc, False, 1),
+        out, *row_strides(out, packed), tokens, dim, conv_ring.shape[2],
         WIDTH=weight.shape[1], SILU=silu, BLOCK_T=block_t, BLOCK_D=block_d,
         num_warps=max(1, min(4, block_t * block_d // 64)))
 

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from ..rows import takes_packed_rows
+
 SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -11,7 +13,11 @@ def as_integers(tensor: Tensor) -> Tensor:
     return tensor.view(SAME_WIDTH[tensor.element_size()])
 
 
-def conv_replay(conv_ring, x, weight, bias, positions, slots, query_lens=None, *, silu, out) -> None:
+@takes_packed_rows("x")
+def conv_replay(
+    conv_ring, x, weight, bias, positions, slots, query_lens=None, query_start_loc=None, *, silu, max_query_len=None,
+    out,
+) -> None:
     rows, tokens, dim = x.shape
     width, ring_len = weight.shape[1], conv_ring.shape[2]
     lens = torch.full_like(slots, tokens) if query_lens is None else query_lens

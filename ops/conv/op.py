@@ -11,18 +11,18 @@ from typing import Optional
 from torch import Tensor
 
 from .. import check
-from ..check import FLOAT, INDEX, Shapes, require
+from ..check import FLOAT, INDEX, Shapes, TokenShapes, require
 from ..registry import register
 from . import naive
 
 
-def _conv_values(conv_ring, x, weight, bias, positions, slots, query_lens=None, *, silu) -> None:
+def _conv_values(conv_ring, x, weight, bias, positions, slots, query_lens=None, query_start_loc=None, *, silu,
+                 max_query_len=None) -> None:
     op = "conv_replay"
     check.require_range(op, "slots", slots, 0, conv_ring.shape[0] - 1)
     check.require_distinct_slots(op, "slots", slots)
     check.require_range(op, "positions", positions[slots > 0], 0, 2**62)
-    if query_lens is not None:
-        check.require_range(op, "query_lens", query_lens, 0, x.shape[1])
+    check.check_tokens(op, x, query_lens, query_start_loc, max_query_len)
 
 
 @register(mutates=("conv_ring",), cpu=naive.conv_replay,
@@ -35,8 +35,10 @@ def conv_replay(
     positions: Tensor,
     slots: Tensor,
     query_lens: Optional[Tensor] = None,
+    query_start_loc: Optional[Tensor] = None,
     *,
     silu: bool,
+    max_query_len: Optional[int] = None,
 ) -> Tensor:
     """Causal depthwise convolution of T tokens a row, continuing from the inputs that the ring holds.
 
@@ -47,27 +49,27 @@ def conv_replay(
     Args:
         conv_ring: [S, D, Rc] raw inputs, float32, bfloat16 or float16, Rc >= width - 1 + T. Mutated: the row's q
             tokens are stored, accepted or not.
-        x: [B, T, D], any strides. weight: [D, width], the newest input last. bias: [D] or None.
+        x: [B, T, D], or packed [tokens, D], any strides. weight: [D, width], the newest input last. bias: [D] or None.
         positions: [B] position of the row's first token. slots: [B], slot of each row; 0 is a padded row.
-        query_lens: [B] real tokens q a row in [0, T]; None: T.
+        query_lens: [B] real tokens q a row in [0, T], the first ones; None: T, or of packed rows all.
+        query_start_loc: [B + 1], tokens are packed: row b owns tokens query_start_loc[b] .. query_start_loc[b + 1] - 1.
+        max_query_len: T, a bound on the tokens of a packed row; larger ones are an error that only a CPU sees.
         silu: apply silu to y.
 
     Returns:
-        y: [B, T, D] in x's dtype; 0 for padded rows and for tokens from q on.
+        y: like x, contiguous; 0 for padded rows, for tokens from q on and for those that belong to no row.
 
     Raises:
         ValueError: shapes, dtypes, a ring too short; on a CPU also slots, positions and lengths out of range and slots
             named twice.
     """
-    shapes = Shapes("conv_replay")
+    shapes = TokenShapes("conv_replay", query_start_loc, max_query_len)
     shapes("conv_ring", conv_ring, "S D Rc", FLOAT)
-    shapes("x", x, "B T D", FLOAT)
+    shapes.tokens("x", x, "D")
     shapes("weight", weight, "D width", FLOAT)
     shapes("bias", bias, "D", FLOAT)
     shapes("positions", positions, "B", INDEX)
-    shapes("slots", slots, "B", INDEX)
-    shapes("query_lens", query_lens, "B", INDEX)
-    require(shapes.T >= 1, shapes.op, "x", f"of {shapes.T} tokens a row", "1 or more")
+    shapes.rows("x", slots, query_lens, query_start_loc)
     require(shapes.width >= 1, shapes.op, "weight", f"of width {shapes.width}", "1 or more")
     require(shapes.Rc >= shapes.width - 1 + shapes.T, shapes.op, "conv_ring", f"of {shapes.Rc} columns",
             f"at least width - 1 + T = {shapes.width - 1 + shapes.T}")

@@ -2,11 +2,11 @@
 
 import torch
 
-from ..samples import Rng, query_lengths, row_slots, table
+from ..samples import Rng, pack_rows, query_lengths, row_slots, table
 
 
 def conv(rng: Rng, rows=3, tokens=1, dim=12, width=4, ring_len=None, padded=0, ragged=False, strided=False, bias=True,
-         silu=True, ring_dtype=None, index_dtype=torch.int32, far=50):
+         silu=True, ring_dtype=None, index_dtype=torch.int32, far=50, packed=False):
     """Rows at positions 0, 1, width - 1 and anywhere; columns that no row may read hold NaN."""
     ring_len, slots = ring_len or width - 1 + tokens, rows + 2
     ring = torch.full((slots, dim, ring_len), float("nan"), dtype=torch.float32)
@@ -21,8 +21,11 @@ def conv(rng: Rng, rows=3, tokens=1, dim=12, width=4, ring_len=None, padded=0, r
         x = rng.normal(rows, tokens, 2 * dim + 3)[..., 2 : dim + 2]
     else:
         x = rng.normal(rows, tokens, dim)
-    return (ring.to(rng.device, ring_dtype or rng.dtype), x, rng.normal(dim, width), rng.normal(dim) if bias else None,
-            positions, where, query_lengths(rng, rows, tokens) if ragged else None), dict(silu=silu)
+    weight, bias = rng.normal(dim, width), rng.normal(dim) if bias else None
+    lens = query_lengths(rng, rows, tokens) if ragged else None
+    lens, starts, bound, x = pack_rows(rng, packed, lens, x, dtype=index_dtype)
+    return (ring.to(rng.device, ring_dtype or rng.dtype), x, weight, bias, positions, where, lens, starts), dict(
+        bound, silu=silu)
 
 
 def slots(rng: Rng, layers=3, groups=2, rows=5, shape=(4, 6), dtype=None, index_dtype=torch.int32, strided=False,
@@ -72,6 +75,8 @@ SAMPLES = table("conv_replay", conv, {
     "width_1": dict(rows=3, tokens=2, width=1),
     "strided_int64": dict(rows=3, tokens=2, strided=True, index_dtype=torch.int64, far=2**40),
     "all_padded": dict(rows=2, padded=2),
+    "packed_padded": dict(rows=5, tokens=4, packed=True, padded=1),
+    "packed_in_part_strided": dict(rows=4, tokens=20, packed=True, ragged=True, strided=True, index_dtype=torch.int64),
     "ring_bf16": dict(rows=4, tokens=2, ring_dtype=torch.bfloat16, ragged=True),
 }) + table("copy_slots", slots, {
     "typical": dict(),

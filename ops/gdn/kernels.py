@@ -7,6 +7,7 @@ most 0, and small decays keep their digits after a huge one. For tiles see tiles
 import triton
 import triton.language as tl
 
+from ..triton_rows import row_tokens
 from .materialize_kernels import gdn_materialize
 from .replay_kernels import gdn_replay
 from .tiles import (
@@ -15,6 +16,7 @@ from .tiles import (
     log_decay,
     normalise,
     programs_of,
+    rows_of,
     split_rows,
     store_tile,
     strided,
@@ -28,7 +30,7 @@ __all__ = ["gdn_materialize", "gdn_replay", "gdn_update"]
 @triton.jit
 def _update_gdn_kernel(
     p_state, s_state, p_q, s_q, p_k, s_k, p_v, s_v, p_a, s_a, p_b, s_b, p_A, s_A, p_bias, s_bias, p_slots, s_slots,
-    p_lens, s_lens, p_kept, s_kept, p_out, scale, lower_bound,
+    p_lens, s_lens, p_starts, s_starts, p_kept, s_kept, p_out, s_out, scale, lower_bound,
     HV: tl.constexpr, RATIO: tl.constexpr, V: tl.constexpr, K: tl.constexpr, T: tl.constexpr, GATE: tl.constexpr,
     L2NORM: tl.constexpr, KC: tl.constexpr, KB: tl.constexpr, GC: tl.constexpr, GB: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -43,14 +45,13 @@ def _update_gdn_kernel(
     in_v = o_v < V
 
     slot = tl.load(p_slots + row * s_slots[0]).to(tl.int64)
-    count = T
-    if p_lens is not None:
-        count = tl.load(p_lens + row * s_lens[0]).to(tl.int32)
-    count = tl.where(slot > 0, count, 0)
-    p_out += row * (T * HV * V) + head * V + o_v
-    idle = (o_t >= count) & (o_t < T)
-    nothing = tl.zeros([BLOCK_T, BLOCK_V], p_out.dtype.element_ty)
-    tl.store(p_out[None, :] + (o_t * (HV * V))[:, None], nothing, mask=idle[:, None] & in_v[None, :])
+    place, count = row_tokens(row, slot, p_starts, s_starts[0] if p_starts is not None else 0, p_lens,
+                              s_lens[0] if p_lens is not None else 0, T)
+    p_out += place * s_out[0] + head * s_out[2] + o_v * s_out[3]
+    if p_starts is None:
+        idle = (o_t >= count) & (o_t < T)
+        nothing = tl.zeros([BLOCK_T, BLOCK_V], p_out.dtype.element_ty)
+        tl.store(p_out[None, :] + (o_t * s_out[1])[:, None], nothing, mask=idle[:, None] & in_v[None, :])
     if count == 0:
         return
 
@@ -64,11 +65,11 @@ def _update_gdn_kernel(
     inside = (o_row < V)[:, None] & (o_channel < K)
     p_state += head * s_state[1] + (o_row * s_state[2])[:, None] + o_channel * s_state[3]
     b_state = load_tile(p_state + slot * s_state[0], inside, None, in_v, 0, KC, BLOCK_V, KB)
-    p_k += row * s_k[0] + head // RATIO * s_k[2] + o_k * s_k[3]
-    p_q += row * s_q[0] + head // RATIO * s_q[2] + o_k * s_q[3]
-    p_v += row * s_v[0] + head * s_v[2] + o_v * s_v[3]
-    p_a += row * s_a[0] + head * s_a[2] + o_gate * s_a[3]
-    p_b += row * s_b[0] + head * s_b[2]
+    p_k += place * s_k[0] + head // RATIO * s_k[2] + o_k * s_k[3]
+    p_q += place * s_q[0] + head // RATIO * s_q[2] + o_k * s_q[3]
+    p_v += place * s_v[0] + head * s_v[2] + o_v * s_v[3]
+    p_a += place * s_a[0] + head * s_a[2] + o_gate * s_a[3]
+    p_b += place * s_b[0] + head * s_b[2]
     b_bias = tl.load(p_bias + head * s_bias[0] + o_gate * s_bias[1], mask=in_gate, other=0.0).to(tl.float32)
     A_log = tl.load(p_A + head * s_A[0]).to(tl.float32)
     steps = 1 if T == 1 else count
@@ -85,9 +86,9 @@ def _update_gdn_kernel(
         b_u = beta * (b_v - sum_keys(b_state * b_k))
         b_state += b_u[None, :, None] * b_k
         b_o = sum_keys(b_state * b_q) * scale
-        tl.store(p_out + t * (HV * V), b_o.to(p_out.dtype.element_ty), mask=in_v)
+        tl.store(p_out + t * s_out[1], b_o.to(p_out.dtype.element_ty), mask=in_v)
         if p_kept is not None:
-            kept = tl.load(p_kept + row * s_kept[0] + t * s_kept[1]).to(tl.int64)
+            kept = tl.load(p_kept + place * s_kept[0] + t * s_kept[1]).to(tl.int64)
             if kept > 0:
                 store_tile(p_state + kept * s_state[0], inside, None, in_v, b_state, None, 0, o_channel, kept, 0, 0)
     if p_kept is None:
@@ -95,13 +96,14 @@ def _update_gdn_kernel(
 
 
 def gdn_update(
-    state, q, k, v, a, b, A_log, dt_bias, slots, query_lens=None, token_slots=None, *, scale, l2norm, lower_bound=None,
-    out,
+    state, q, k, v, a, b, A_log, dt_bias, slots, query_lens=None, token_slots=None, query_start_loc=None, *, scale,
+    l2norm, max_query_len=None, lower_bound=None, out,
 ) -> None:
-    batch, tokens, heads = v.shape[:3]
-    tiling = tiling_of(state, a.shape[3] if a.dim() == 4 else 1)
+    batch, tokens, heads, packed = rows_of(slots, v, query_start_loc, max_query_len, out)
+    tiling = tiling_of(state, a.shape[-1] if a.dim() > b.dim() else 1)
     _update_gdn_kernel[(programs_of(batch, heads, tiling),)](
-        *strided(state, 4), *strided(q, 4), *strided(k, 4), *strided(v, 4), *strided(a, 4), *strided(b, 3),
-        *strided(A_log, 1), *strided(dt_bias, 2), *strided(slots, 1), *strided(query_lens, 1), *strided(token_slots, 2),
-        out, scale, lower_bound, HV=heads, RATIO=heads // k.shape[2], T=tokens, L2NORM=l2norm,
+        *strided(state, 4), *strided(q, 4, packed), *strided(k, 4, packed), *strided(v, 4, packed),
+        *strided(a, 4, packed), *strided(b, 3, packed), *strided(A_log, 1), *strided(dt_bias, 2), *strided(slots, 1),
+        *strided(query_lens, 1), *strided(query_start_loc, 1), *strided(token_slots, 2, packed),
+        *strided(out, 4, packed), scale, lower_bound, HV=heads, RATIO=heads // k.shape[-2], T=tokens, L2NORM=l2norm,
         BLOCK_T=triton.next_power_of_2(tokens), **tiling)

@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from ..rounding import load_state, store_state
-from ..rows import append_rows, elapsed, flushing_rows, history_rows, materialize_layers, process_dt, row_lengths
+from ..rows import (
+    append_rows,
+    elapsed,
+    flushing_rows,
+    history_rows,
+    materialize_layers,
+    process_dt,
+    row_lengths,
+    takes_packed_rows,
+)
 
 
 def gates(a, b, A_log, dt_bias) -> tuple[Tensor, Tensor]:
@@ -50,9 +59,11 @@ def _load_history(u_ring, k_ring, g_ring, slots, rows, live) -> tuple[Tensor, Te
     return u, k, torch.where(live[..., None], g_ring[at, :, rows], 0.0)
 
 
+@takes_packed_rows("v", "q", "k", "a", "b")
 def gdn_replay(
     state, u_ring, k_ring, g_ring, ring_start, ring_committed, q, k, v, a, b, A_log, dt_bias, slots, query_lens=None,
-    state_scale=None, seed=None, *, window, scale, l2norm, philox_rounds=0, out,
+    state_scale=None, seed=None, query_start_loc=None, *, window, scale, l2norm, max_query_len=None, philox_rounds=0,
+    out,
 ) -> None:
     tokens, heads, ring_len = v.shape[1], v.shape[2], u_ring.shape[2]
     lens = row_lengths(slots, query_lens, tokens)
@@ -109,8 +120,10 @@ def gdn_replay(
     g_ring[at, :, physical] = g[row, token]
 
 
+@takes_packed_rows("v", "q", "k", "a", "b", "token_slots")
 def gdn_update(
-    state, q, k, v, a, b, A_log, dt_bias, slots, query_lens=None, token_slots=None, *, scale, l2norm, out,
+    state, q, k, v, a, b, A_log, dt_bias, slots, query_lens=None, token_slots=None, query_start_loc=None, *, scale,
+    l2norm, max_query_len=None, out,
 ) -> None:
     g, beta = gates(a, b, A_log, dt_bias)
     delta_update(state, q, k, v, g.unsqueeze(-1), beta, slots, query_lens, token_slots, scale, l2norm, out)

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ..triton_rounding import decode_state, state_kind
+from ..triton_rows import row_tokens
 from .tiles import (
     add_rows,
     channels,
@@ -15,6 +16,7 @@ from .tiles import (
     log_decay,
     normalise,
     programs_of,
+    rows_of,
     split_rows,
     store_tile,
     strided,
@@ -82,7 +84,7 @@ def _fold_rows(p_state, s_state, p_scale, s_scale, p_u, s_u, p_kr, s_kr, p_g, s_
 def _replay_token_kernel(
     p_state, s_state, p_scale, s_scale, p_u, s_u, p_kr, s_kr, p_g, s_g, p_start, s_start, p_committed, s_committed,
     p_q, s_q, p_k, s_k, p_v, s_v, p_a, s_a, p_b, s_b, p_A, s_A, p_bias, s_bias, p_slots, s_slots, p_lens, s_lens,
-    p_seed, p_out, ring_len, window, scale, lower_bound,
+    p_starts, s_starts, p_seed, p_out, s_out, ring_len, window, scale, lower_bound,
     HV: tl.constexpr, RATIO: tl.constexpr, V: tl.constexpr, K: tl.constexpr, T: tl.constexpr, GATE: tl.constexpr,
     L2NORM: tl.constexpr, KIND: tl.constexpr, ROUNDS: tl.constexpr, KC: tl.constexpr, KB: tl.constexpr,
     GC: tl.constexpr, GB: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_W: tl.constexpr,
@@ -97,13 +99,12 @@ def _replay_token_kernel(
     in_v = o_v < V
 
     slot = tl.load(p_slots + row * s_slots[0]).to(tl.int64)
-    count = T
-    if p_lens is not None:
-        count = tl.load(p_lens + row * s_lens[0]).to(tl.int32)
-    count = tl.where(slot > 0, count, 0)
-    p_out += (row * HV + head) * V + o_v
+    place, count = row_tokens(row, slot, p_starts, s_starts[0] if p_starts is not None else 0, p_lens,
+                              s_lens[0] if p_lens is not None else 0, T)
+    p_out += place * s_out[0] + head * s_out[2] + o_v * s_out[3]
     if count == 0:
-        tl.store(p_out, tl.zeros([BLOCK_V], p_out.dtype.element_ty), mask=in_v)
+        if p_starts is None:
+            tl.store(p_out, tl.zeros([BLOCK_V], p_out.dtype.element_ty), mask=in_v)
         return
 
     o_k = channels(tl.arange(0, KC), KB)
@@ -112,12 +113,12 @@ def _replay_token_kernel(
     in_gate = o_gate < GATE
     start = tl.load(p_start + slot * s_start[0])
     committed = tl.load(p_committed + slot * s_committed[0])
-    b_k = tl.load(p_k + row * s_k[0] + key_head * s_k[2] + o_k * s_k[3], mask=in_k, other=0.0)
-    b_q = tl.load(p_q + row * s_q[0] + key_head * s_q[2] + o_k * s_q[3], mask=in_k, other=0.0)
-    b_v = tl.load(p_v + row * s_v[0] + head * s_v[2] + o_v * s_v[3], mask=in_v, other=0.0)
-    b_a = tl.load(p_a + row * s_a[0] + head * s_a[2] + o_gate * s_a[3], mask=in_gate, other=0.0)
+    b_k = tl.load(p_k + place * s_k[0] + key_head * s_k[2] + o_k * s_k[3], mask=in_k, other=0.0)
+    b_q = tl.load(p_q + place * s_q[0] + key_head * s_q[2] + o_k * s_q[3], mask=in_k, other=0.0)
+    b_v = tl.load(p_v + place * s_v[0] + head * s_v[2] + o_v * s_v[3], mask=in_v, other=0.0)
+    b_a = tl.load(p_a + place * s_a[0] + head * s_a[2] + o_gate * s_a[3], mask=in_gate, other=0.0)
     b_bias = tl.load(p_bias + head * s_bias[0] + o_gate * s_bias[1], mask=in_gate, other=0.0).to(tl.float32)
-    b_b = tl.load(p_b + row * s_b[0] + head * s_b[2])
+    b_b = tl.load(p_b + place * s_b[0] + head * s_b[2])
     A_log = tl.load(p_A + head * s_A[0]).to(tl.float32)
 
     # The state is loaded last: Triton would else lay it out as it does keys and queries, and with the history in
@@ -208,7 +209,7 @@ def _load_rows(p_k, p_q, asks, real, in_k, b_norm, DTYPE: tl.constexpr):
 def _replay_tokens_kernel(
     p_state, s_state, p_scale, s_scale, p_u, s_u, p_kr, s_kr, p_g, s_g, p_start, s_start, p_committed, s_committed,
     p_q, s_q, p_k, s_k, p_v, s_v, p_a, s_a, p_b, s_b, p_A, s_A, p_bias, s_bias, p_slots, s_slots, p_lens, s_lens,
-    p_seed, p_out, ring_len, window, scale, lower_bound,
+    p_starts, s_starts, p_seed, p_out, s_out, ring_len, window, scale, lower_bound,
     HV: tl.constexpr, RATIO: tl.constexpr, V: tl.constexpr, K: tl.constexpr, T: tl.constexpr, GATE: tl.constexpr,
     L2NORM: tl.constexpr, KIND: tl.constexpr, ROUNDS: tl.constexpr, KC: tl.constexpr, KB: tl.constexpr,
     GC: tl.constexpr, GB: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -234,22 +235,21 @@ def _replay_tokens_kernel(
     o_t = i_row % BLOCK_T
 
     slot = tl.load(p_slots + row * s_slots[0]).to(tl.int64)
-    count = T
-    if p_lens is not None:
-        count = tl.load(p_lens + row * s_lens[0]).to(tl.int32)
-    count = tl.where(slot > 0, count, 0)
-    p_out += row * (T * HV * V) + head * V + o_v[None, :] + (o_t * (HV * V))[:, None]
-    nothing = tl.zeros([ROWS, BLOCK_V], p_out.dtype.element_ty)
-    tl.store(p_out, nothing, mask=(asks & (o_t >= count) & (o_t < T))[:, None] & in_v[None, :])
+    place, count = row_tokens(row, slot, p_starts, s_starts[0] if p_starts is not None else 0, p_lens,
+                              s_lens[0] if p_lens is not None else 0, T)
+    p_out += place * s_out[0] + head * s_out[2] + (o_v * s_out[3])[None, :] + (o_t * s_out[1])[:, None]
+    if p_starts is None:
+        nothing = tl.zeros([ROWS, BLOCK_V], p_out.dtype.element_ty)
+        tl.store(p_out, nothing, mask=(asks & (o_t >= count) & (o_t < T))[:, None] & in_v[None, :])
     if count == 0:
         return
 
     real = o_t < count
     start = tl.load(p_start + slot * s_start[0])
     committed = tl.load(p_committed + slot * s_committed[0])
-    p_k += row * s_k[0] + key_head * s_k[2] + (o_t * s_k[1])[:, None]
-    p_q += row * s_q[0] + key_head * s_q[2] + (o_t * s_q[1])[:, None]
-    p_a += row * s_a[0] + head * s_a[2]
+    p_k += place * s_k[0] + key_head * s_k[2] + (o_t * s_k[1])[:, None]
+    p_q += place * s_q[0] + key_head * s_q[2] + (o_t * s_q[1])[:, None]
+    p_a += place * s_a[0] + head * s_a[2]
     p_bias += head * s_bias[0]
     A_log = tl.load(p_A + head * s_A[0]).to(tl.float32)
     p_state += slot * s_state[0] + head * s_state[1]
@@ -260,9 +260,9 @@ def _replay_tokens_kernel(
     live = o_w < committed
     past = wrap(start + o_w, ring_len)
     fresh = wrap(start + committed + o_t, ring_len)
-    b_v = tl.load(p_v + row * s_v[0] + head * s_v[2] + (o_t * s_v[1])[:, None] + (o_v * s_v[3])[None, :],
+    b_v = tl.load(p_v + place * s_v[0] + head * s_v[2] + (o_t * s_v[1])[:, None] + (o_v * s_v[3])[None, :],
                   mask=(real & is_key)[:, None] & in_v[None, :], other=0.0).to(tl.float32)
-    b_b = tl.load(p_b + row * s_b[0] + o_t * s_b[1] + head * s_b[2], mask=real, other=0.0)
+    b_b = tl.load(p_b + place * s_b[0] + o_t * s_b[1] + head * s_b[2], mask=real, other=0.0)
     b_beta = 1.0 / (1.0 + tl.exp(-b_b.to(tl.float32)))
 
     b_norm = tl.where(asks, scale, 1.0)
@@ -375,17 +375,19 @@ def replay_tiling(state, gate_dim: int, history: int, tokens: int, batch: int) -
 
 def gdn_replay(
     state, u_ring, k_ring, g_ring, ring_start, ring_committed, q, k, v, a, b, A_log, dt_bias, slots, query_lens=None,
-    state_scale=None, seed=None, *, window, scale, l2norm, lower_bound=None, philox_rounds=0, out,
+    state_scale=None, seed=None, query_start_loc=None, *, window, scale, l2norm, max_query_len=None, lower_bound=None,
+    philox_rounds=0, out,
 ) -> None:
-    batch, tokens, heads = v.shape[:3]
+    batch, tokens, heads, packed = rows_of(slots, v, query_start_loc, max_query_len, out)
     ring_len = u_ring.shape[2]
-    gate_dim = a.shape[3] if a.dim() == 4 else 1
+    gate_dim = a.shape[-1] if a.dim() > b.dim() else 1
     history, block_t = triton.next_power_of_2(ring_len - tokens), triton.next_power_of_2(tokens)
     tiling = replay_tiling(state, gate_dim, history, block_t, batch)
     kernel = _replay_token_kernel if tokens == 1 else _replay_tokens_kernel
     kernel[(programs_of(batch, heads, tiling),)](
         *strided(state, 4), *strided(state_scale, 3), *strided(u_ring, 4), *strided(k_ring, 4), *strided(g_ring, 4),
-        *strided(ring_start, 1), *strided(ring_committed, 1), *strided(q, 4), *strided(k, 4), *strided(v, 4),
-        *strided(a, 4), *strided(b, 3), *strided(A_log, 1), *strided(dt_bias, 2), *strided(slots, 1),
-        *strided(query_lens, 1), seed, out, ring_len, window, scale, lower_bound, HV=heads, RATIO=heads // k.shape[2],
-        T=tokens, L2NORM=l2norm, KIND=state_kind(state.dtype), ROUNDS=philox_rounds, **tiling)
+        *strided(ring_start, 1), *strided(ring_committed, 1), *strided(q, 4, packed), *strided(k, 4, packed),
+        *strided(v, 4, packed), *strided(a, 4, packed), *strided(b, 3, packed), *strided(A_log, 1),
+        *strided(dt_bias, 2), *strided(slots, 1), *strided(query_lens, 1), *strided(query_start_loc, 1), seed,
+        *strided(out, 4, packed), ring_len, window, scale, lower_bound, HV=heads, RATIO=heads // k.shape[-2], T=tokens,
+        L2NORM=l2norm, KIND=state_kind(state.dtype), ROUNDS=philox_rounds, **tiling)

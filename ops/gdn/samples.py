@@ -9,6 +9,7 @@ from ..samples import (
     Rng,
     cursors,
     encode_state,
+    pack_rows,
     plan,
     poison_dead_rows,
     poison_unplanned_rows,
@@ -55,7 +56,7 @@ def interleaved(pool):
 
 def replay(rng: Rng, rows=3, tokens=1, key_heads=2, heads=4, key_dim=32, value_dim=32, window=16, ring_len=None,
            slots=None, padded=0, ragged=False, strided=False, l2norm=True, state_dtype=torch.float32, ring_dtype=None,
-           rounds=0, route_window=None, index_dtype=torch.int32):
+           rounds=0, route_window=None, index_dtype=torch.int32, packed=False):
     ring_len = ring_len or window + tokens
     slots = slots or rows + 2
     start, committed = cursors(rng, slots, window, ring_len)
@@ -72,11 +73,12 @@ def replay(rng: Rng, rows=3, tokens=1, key_heads=2, heads=4, key_dim=32, value_d
     seed = rng.tensor([1234567890123], torch.int64) if rounds else None
     kwargs = dict(window=window if route_window is None else route_window, scale=key_dim**-0.5, l2norm=l2norm,
                   philox_rounds=rounds)
-    return (state, *rings, start, committed, *tokens_in, A_log, bias, where, lens, scale, seed), kwargs
+    lens, starts, bound, *tokens_in = pack_rows(rng, packed, lens, *tokens_in, dtype=index_dtype)
+    return (state, *rings, start, committed, *tokens_in, A_log, bias, where, lens, scale, seed, starts), kwargs | bound
 
 
 def update(rng: Rng, rows=3, tokens=1, key_heads=2, heads=4, key_dim=32, value_dim=32, padded=0, ragged=False,
-           strided=False, l2norm=True, keep=False, state_dtype=torch.float32):
+           strided=False, l2norm=True, keep=False, state_dtype=torch.float32, packed=False):
     slots = rows * (tokens + 1) + 1
     state = rng.normal(slots, heads, value_dim, key_dim, dtype=torch.float32)
     state[0] = float("nan")
@@ -88,8 +90,9 @@ def update(rng: Rng, rows=3, tokens=1, key_heads=2, heads=4, key_dim=32, value_d
     where = where[:rows].clone()
     where[rows - padded :] = 0
     lens = query_lengths(rng, rows, tokens) if ragged else None
-    return (state.to(state_dtype), *tokens_in, A_log, bias, where, lens, kept if keep else None), dict(
-        scale=key_dim**-0.5, l2norm=l2norm)
+    lens, starts, bound, *tokens_in, kept = pack_rows(rng, packed, lens, *tokens_in, kept if keep else None)
+    return (state.to(state_dtype), *tokens_in, A_log, bias, where, lens, kept, starts), dict(
+        bound, scale=key_dim**-0.5, l2norm=l2norm)
 
 
 def materialize(rng: Rng, layers=3, groups=2, rows=5, key_heads=2, heads=4, key_dim=32, value_dim=32, window=16,
@@ -115,6 +118,9 @@ SAMPLES = table("gdn_replay", replay, {
     "token_16": dict(rows=2, tokens=16, window=16, ring_len=37),
     "strided": dict(rows=3, tokens=2, strided=True, index_dtype=torch.int64),
     "strided_no_l2norm_ragged": dict(rows=3, tokens=3, key_heads=1, heads=3, strided=True, ragged=True, l2norm=False),
+    "packed_padded": dict(rows=5, tokens=4, packed=True, padded=1),
+    "packed_in_part_strided": dict(rows=4, tokens=4, packed=True, ragged=True, strided=True, index_dtype=torch.int64),
+    "packed_token_1": dict(rows=4, packed=True),
     "small_batch_route": dict(rows=3, tokens=2, ring_len=20, route_window=0),
     "all_padded": dict(rows=2, padded=2),
     "state_bf16": dict(rows=3, state_dtype=torch.bfloat16),
@@ -129,6 +135,8 @@ SAMPLES = table("gdn_replay", replay, {
     "one_row_equal_heads_no_l2norm": dict(rows=1, key_heads=1, heads=1, l2norm=False),
     "odd_sizes_strided": dict(rows=3, tokens=3, key_heads=3, heads=6, key_dim=33, value_dim=17, strided=True),
     "state_fp16": dict(rows=3, tokens=2, state_dtype=torch.float16, keep=True),
+    "packed_padded": dict(rows=5, tokens=4, packed=True, padded=1),
+    "packed_in_part_kept_strided": dict(rows=4, tokens=4, packed=True, ragged=True, strided=True, keep=True),
 }) + table("gdn_materialize", materialize, {
     "typical": dict(),
     "one_row": dict(layers=1, groups=1, rows=1),

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ..triton_rounding import as_stored, decode_state, encode_state, row_scale
+from ..triton_rows import row_strides
 
 
 @triton.jit
@@ -105,9 +106,12 @@ def normalise(x):
     return x * tl.rsqrt(sum_keys(x * x) + 1e-6)[None, :, None]
 
 
-def strided(x, dims: int) -> tuple:
-    """A tensor as two kernel arguments, itself and `dims` strides: one that lacks the gate's channels gets stride 0."""
-    return (None, None) if x is None else (as_stored(x), (*x.stride(), 0)[:dims])
+def strided(x, dims: int, packed: bool = False) -> tuple:
+    """A tensor as two kernel arguments, itself and `dims` strides: one that lacks the gate's channels gets stride 0.
+
+    packed: it has packed tokens, see `row_strides`.
+    """
+    return (None, None) if x is None else (as_stored(x), (*row_strides(x, packed), 0)[:dims])
 
 
 def tiling_of(state, gate_dim: int, block_v: int = 32, held: int = 1, per_warp: int = 1024) -> dict:
@@ -123,6 +127,14 @@ def tiling_of(state, gate_dim: int, block_v: int = 32, held: int = 1, per_warp: 
     gates = (padded // chunk, chunk) if gate_dim > 1 else (1, 1)
     return dict(KC=padded // chunk, KB=chunk, GC=gates[0], GB=gates[1], BLOCK_V=block_v, V=value_dim, K=key_dim,
                 GATE=gate_dim, num_warps=max(1, min(8, max(block_v, held) * padded // per_warp)))
+
+
+def rows_of(slots, v, query_start_loc, max_query_len, out) -> tuple:
+    """Rows, tokens of a row, value heads, and whether rows are packed; the output of packed rows is then 0."""
+    packed = query_start_loc is not None
+    if packed:
+        out.zero_()
+    return slots.shape[0], max_query_len if packed else v.shape[1], v.shape[-2], packed
 
 
 def programs_of(batch: int, heads: int, tiling: dict) -> int:

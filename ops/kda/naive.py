@@ -9,7 +9,16 @@ from torch import Tensor
 
 from ..gdn.naive import delta_update, normalised, value_heads
 from ..rounding import load_state, store_state
-from ..rows import append_rows, elapsed, flushing_rows, history_rows, materialize_layers, process_dt, row_lengths
+from ..rows import (
+    append_rows,
+    elapsed,
+    flushing_rows,
+    history_rows,
+    materialize_layers,
+    process_dt,
+    row_lengths,
+    takes_packed_rows,
+)
 
 
 def gates(a, b, A_log, dt_bias, lower_bound) -> tuple[Tensor, Tensor]:
@@ -45,9 +54,11 @@ def _load_history(u_ring, k_ring, g_ring, slots, rows, live) -> list[Tensor]:
     return [torch.where(live, ring[at, :, rows].float(), 0.0) for ring in (u_ring, k_ring, g_ring)]
 
 
+@takes_packed_rows("v", "q", "k", "a", "b")
 def kda_replay(
     state, u_ring, k_ring, g_ring, ring_start, ring_committed, q, k, v, a, b, A_log, dt_bias, slots, query_lens=None,
-    state_scale=None, seed=None, *, window, scale, l2norm, lower_bound=None, philox_rounds=0, out,
+    state_scale=None, seed=None, query_start_loc=None, *, window, scale, l2norm, max_query_len=None, lower_bound=None,
+    philox_rounds=0, out,
 ) -> None:
     tokens, heads, ring_len = v.shape[1], v.shape[2], u_ring.shape[2]
     lens = row_lengths(slots, query_lens, tokens)
@@ -94,9 +105,10 @@ def kda_replay(
     g_ring[at, :, physical] = g[row, token]
 
 
+@takes_packed_rows("v", "q", "k", "a", "b", "token_slots")
 def kda_update(
-    state, q, k, v, a, b, A_log, dt_bias, slots, query_lens=None, token_slots=None, *, scale, l2norm,
-    lower_bound=None, out,
+    state, q, k, v, a, b, A_log, dt_bias, slots, query_lens=None, token_slots=None, query_start_loc=None, *, scale,
+    l2norm, max_query_len=None, lower_bound=None, out,
 ) -> None:
     g, beta = gates(a, b, A_log, dt_bias, lower_bound)
     delta_update(state, q, k, v, g, beta, slots, query_lens, token_slots, scale, l2norm, out)

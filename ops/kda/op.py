@@ -16,6 +16,10 @@ here is safe at any decay and ring length, so that no window, `lower_bound` or h
 
 Sizes: S slots, H heads of q and k, HV heads of v (head h reads key head h // (HV / H)), K key dim, V value dim, R ring
 rows, B batch rows, T tokens a row, L layers, G cache groups.
+
+Tokens come as padded rows, [B, T, ...], or packed, [tokens, ...]: then row b owns tokens query_start_loc[b] ..
+query_start_loc[b + 1] - 1, and T is `max_query_len`. Below, [B, T, ...] stands for both. Either way `query_lens` says
+how many of a row's tokens are real, the first ones.
 """
 
 import math
@@ -30,6 +34,7 @@ from ..check import (
     I32,
     INDEX,
     Shapes,
+    TokenShapes,
     check_materialize,
     check_materialize_values,
     check_ring,
@@ -42,24 +47,26 @@ from ..registry import register
 from . import naive
 
 
-def _check_inputs(shapes: Shapes, q, k, v, a, b, A_log, dt_bias, slots, query_lens, lower_bound) -> None:
-    shapes("q", q, "B T H K", FLOAT)
-    shapes("k", k, "B T H K", FLOAT)
-    shapes("v", v, "B T HV V", FLOAT)
-    shapes("a", a, "B T HV K", FLOAT)
-    shapes("b", b, "B T HV", FLOAT)
+def _check_inputs(shapes: TokenShapes, q, k, v, a, b, A_log, dt_bias, slots, query_lens, query_start_loc,
+                  lower_bound) -> None:
+    shapes.tokens("q", q, "H K")
+    shapes.tokens("k", k, "H K")
+    shapes.tokens("v", v, "HV V")
+    shapes.tokens("a", a, "HV K")
+    shapes.tokens("b", b, "HV")
     shapes("A_log", A_log, "HV", FLOAT)
     shapes("dt_bias", dt_bias, "HV K", FLOAT)
-    shapes("slots", slots, "B", INDEX)
-    shapes("query_lens", query_lens, "B", INDEX)
+    shapes.rows("q", slots, query_lens, query_start_loc)
     require(shapes.HV % shapes.H == 0, shapes.op, "v", f"of {shapes.HV} heads", f"a multiple of {shapes.H} key heads")
     require(lower_bound is None or -math.inf < lower_bound < 0, shapes.op, "lower_bound", lower_bound,
             "None or a finite number below 0")
 
 
 def _replay_values(state, u_ring, k_ring, g_ring, ring_start, ring_committed, q, k, v, a, b, A_log, dt_bias, slots,
-                   query_lens=None, *args, **kwargs) -> None:
-    check_row_values("kda_replay", state, u_ring.shape[2], ring_start, ring_committed, q.shape[1], slots, query_lens)
+                   query_lens=None, state_scale=None, seed=None, query_start_loc=None, *, max_query_len=None,
+                   **kwargs) -> None:
+    check_row_values("kda_replay", state, u_ring.shape[2], ring_start, ring_committed, slots, q, query_lens,
+                     query_start_loc, max_query_len)
 
 
 @register(mutates=("state", "u_ring", "k_ring", "g_ring", "state_scale"), cpu=naive.kda_replay,
@@ -82,8 +89,10 @@ def kda_replay(
     query_lens: Optional[Tensor] = None,
     state_scale: Optional[Tensor] = None,
     seed: Optional[Tensor] = None,
+    query_start_loc: Optional[Tensor] = None,
     *,
     window: int,
+    max_query_len: Optional[int] = None,
     scale: float,
     l2norm: bool,
     lower_bound: Optional[float] = None,
@@ -101,7 +110,10 @@ def kda_replay(
         ring_start, ring_committed: [S] or [1, S] int32, oldest live ring row and number of live rows. Read only.
         q, k: [B, T, H, K]. v: [B, T, HV, V]. a: [B, T, HV, K] raw decay. b: [B, T, HV] raw beta. Any strides.
         A_log: [HV]. dt_bias: [HV, K].
-        slots: [B], slot of each row; 0 is a padded row. query_lens: [B] real tokens a row in [0, T]; None: T.
+        slots: [B], slot of each row; 0 is a padded row. query_lens: [B] real tokens a row in [0, T]; None: T, or of
+            packed rows all.
+        query_start_loc: [B + 1], tokens are packed: q is [tokens, H, K], and so on. max_query_len: T, a bound on the
+            tokens of a packed row; larger ones are an error that only a CPU sees.
         state_scale: [S, HV, V] float32, row scale over K of an 8-bit state. Mutated with `state`.
         seed: one int64, with philox_rounds > 0: flushes round stochastically.
         window: W. A row flushes iff committed + its real tokens > W: its committed rows (not the new ones) are folded
@@ -113,27 +125,28 @@ def kda_replay(
         philox_rounds: 0 rounds to nearest.
 
     Returns:
-        o: [B, T, HV, V] in v's dtype; 0 for padded rows and for tokens from query_lens on.
+        o: like v, contiguous; 0 for padded rows, for tokens from query_lens on and for those that belong to no row.
 
     Raises:
         ValueError: shapes, dtypes, T > W, R < W + T, lower_bound not below 0; on a CPU also slots, lengths and
             cursors out of range and slots named twice.
     """
-    shapes = Shapes("kda_replay")
+    shapes = TokenShapes("kda_replay", query_start_loc, max_query_len)
     shapes("state", state, "S HV V K", FLOAT + EIGHT_BIT)
     shapes("u_ring", u_ring, "S HV R V", FLOAT)
     shapes("k_ring", k_ring, "S H R K", FLOAT)
     shapes("g_ring", g_ring, "S HV R K", F32)
     shapes("ring_start", ring_start, "S", I32)
     shapes("ring_committed", ring_committed, "S", I32)
-    _check_inputs(shapes, q, k, v, a, b, A_log, dt_bias, slots, query_lens, lower_bound)
+    _check_inputs(shapes, q, k, v, a, b, A_log, dt_bias, slots, query_lens, query_start_loc, lower_bound)
     check_ring(shapes, window, "q")
     check_scale_and_seed(shapes, state, state_scale, "S HV V", seed, philox_rounds)
     return v.new_empty(v.shape)
 
 
-def _update_values(state, q, k, v, a, b, A_log, dt_bias, slots, query_lens=None, token_slots=None, **kwargs) -> None:
-    check_update_values("kda_update", state, q.shape[1], slots, query_lens, token_slots)
+def _update_values(state, q, k, v, a, b, A_log, dt_bias, slots, query_lens=None, token_slots=None, query_start_loc=None,
+                   *, max_query_len=None, **kwargs) -> None:
+    check_update_values("kda_update", state, slots, token_slots, q, query_lens, query_start_loc, max_query_len)
 
 
 @register(mutates=("state",), cpu=naive.kda_update,
@@ -150,7 +163,9 @@ def kda_update(
     slots: Tensor,
     query_lens: Optional[Tensor] = None,
     token_slots: Optional[Tensor] = None,
+    query_start_loc: Optional[Tensor] = None,
     *,
+    max_query_len: Optional[int] = None,
     scale: float,
     l2norm: bool,
     lower_bound: Optional[float] = None,
@@ -159,22 +174,23 @@ def kda_update(
 
     Args:
         state: [S, HV, V, K] float32, bfloat16 or float16. Mutated.
-        q, k, v, a, b, A_log, dt_bias, slots, query_lens, scale, l2norm, lower_bound: as in `kda_replay`.
+        q, k, v, a, b, A_log, dt_bias, slots, query_lens, query_start_loc, max_query_len, scale, l2norm, lower_bound: as
+            in `kda_replay`.
         token_slots: [B, T]. Given, the state after token t of row b goes to slot token_slots[b, t] (0: not kept) and
             `slots` is only read, so that acceptance of drafts picks a slot by index. None: the state after the last
             real token replaces the state of `slots`.
 
     Returns:
-        o: [B, T, HV, V] in v's dtype; 0 for padded rows and for tokens from query_lens on.
+        o: as of `kda_replay`.
 
     Raises:
         ValueError: shapes, dtypes, lower_bound not below 0; on a CPU also slots out of range, written twice, or both
             read and written.
     """
-    shapes = Shapes("kda_update")
+    shapes = TokenShapes("kda_update", query_start_loc, max_query_len)
     shapes("state", state, "S HV V K", FLOAT)
-    _check_inputs(shapes, q, k, v, a, b, A_log, dt_bias, slots, query_lens, lower_bound)
-    shapes("token_slots", token_slots, "B T", INDEX)
+    _check_inputs(shapes, q, k, v, a, b, A_log, dt_bias, slots, query_lens, query_start_loc, lower_bound)
+    shapes.tokens("token_slots", token_slots, "", INDEX)
     return v.new_empty(v.shape)
 
 

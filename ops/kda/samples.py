@@ -11,6 +11,7 @@ from ..samples import (
     Rng,
     cursors,
     encode_state,
+    pack_rows,
     plan,
     poison_dead_rows,
     poison_unplanned_rows,
@@ -44,7 +45,8 @@ def pools(rng: Rng, slots, key_heads, heads, key_dim, value_dim, ring_len, ring_
 
 def replay(rng: Rng, rows=3, tokens=1, key_heads=2, heads=4, key_dim=32, value_dim=32, window=16, ring_len=None,
            slots=None, padded=0, ragged=False, strided=False, l2norm=True, state_dtype=torch.float32, ring_dtype=None,
-           rounds=0, route_window=None, index_dtype=torch.int32, lower_bound=None, decay=0.0):
+           rounds=0, route_window=None, index_dtype=torch.int32, lower_bound=None, decay=0.0,
+           packed=False):
     ring_len = ring_len or window + tokens
     slots = slots or rows + 2
     start, committed = cursors(rng, slots, window, ring_len)
@@ -62,17 +64,20 @@ def replay(rng: Rng, rows=3, tokens=1, key_heads=2, heads=4, key_dim=32, value_d
     seed = rng.tensor([1234567890123], torch.int64) if rounds else None
     kwargs = dict(window=window if route_window is None else route_window, scale=key_dim**-0.5, l2norm=l2norm,
                   lower_bound=lower_bound, philox_rounds=rounds)
-    return (state, *rings, start, committed, *tokens_in, A_log, bias, where, lens, scale, seed), kwargs
+    lens, starts, bound, *tokens_in = pack_rows(rng, packed, lens, *tokens_in, dtype=index_dtype)
+    return (state, *rings, start, committed, *tokens_in, A_log, bias, where, lens, scale, seed, starts), kwargs | bound
 
 
 def update(rng: Rng, rows=3, tokens=1, key_heads=2, heads=4, key_dim=32, value_dim=32, padded=0, ragged=False,
-           strided=False, l2norm=True, keep=False, state_dtype=torch.float32, lower_bound=None, decay=0.0):
+           strided=False, l2norm=True, keep=False, state_dtype=torch.float32, lower_bound=None, decay=0.0,
+           packed=False):
     args, kwargs = gdn.update(rng, rows, tokens, key_heads, heads, key_dim, value_dim, padded, ragged, strided, l2norm,
                               keep, state_dtype)
-    state, *_, where, lens, kept = args
+    state, *_, where, lens, kept, _ = args
     tokens_in = tokens_of(rng, rows, tokens, key_heads, heads, key_dim, value_dim, strided, l2norm)
     A_log, bias = parameters(rng, heads, key_dim, decay)
-    return (state, *tokens_in, A_log, bias, where, lens, kept), dict(kwargs, lower_bound=lower_bound)
+    lens, starts, bound, *tokens_in, kept = pack_rows(rng, packed, lens, *tokens_in, kept)
+    return (state, *tokens_in, A_log, bias, where, lens, kept, starts), dict(kwargs | bound, lower_bound=lower_bound)
 
 
 def materialize(rng: Rng, layers=3, groups=2, rows=5, key_heads=2, heads=4, key_dim=32, value_dim=32, window=16,
@@ -101,6 +106,9 @@ SAMPLES = table("kda_replay", replay, {
     "strong_lower_bound": dict(rows=3, tokens=2, decay=50.0, lower_bound=-50.0),
     "strided": dict(rows=3, tokens=2, strided=True, index_dtype=torch.int64),
     "strided_no_l2norm_ragged": dict(rows=3, tokens=3, key_heads=1, heads=3, strided=True, ragged=True, l2norm=False),
+    "packed_padded": dict(rows=5, tokens=4, packed=True, padded=1),
+    "packed_in_part_strided": dict(rows=4, tokens=4, packed=True, ragged=True, strided=True, index_dtype=torch.int64),
+    "packed_token_1": dict(rows=4, packed=True),
     "small_batch_route": dict(rows=3, tokens=2, ring_len=20, route_window=0),
     "all_padded": dict(rows=2, padded=2),
     "state_bf16": dict(rows=3, state_dtype=torch.bfloat16),
@@ -116,6 +124,8 @@ SAMPLES = table("kda_replay", replay, {
     "odd_sizes_strided": dict(rows=3, tokens=3, key_heads=3, heads=6, key_dim=33, value_dim=17, strided=True),
     "strong_decay": dict(rows=3, tokens=3, decay=50.0),
     "state_fp16": dict(rows=3, tokens=2, state_dtype=torch.float16, keep=True),
+    "packed_padded": dict(rows=5, tokens=4, packed=True, padded=1),
+    "packed_in_part_kept_strided": dict(rows=4, tokens=4, packed=True, ragged=True, strided=True, keep=True),
 }) + table("kda_materialize", materialize, {
     "typical": dict(),
     "one_row": dict(layers=1, groups=1, rows=1),

@@ -84,8 +84,10 @@ def _sizes(state: Tensor, only_64: bool) -> Optional[str]:
 
 def mamba2_replay_limits(
     *, state, x_ring, B_ring, dt_ring, ring_start, ring_committed, x, dt, A, B, C, D, z, dt_bias, query_lens,
-    state_scale, window, dt_softplus, dt_min, dt_max, philox_rounds, **_,
+    state_scale, window, dt_softplus, dt_min, dt_max, philox_rounds, query_start_loc=None, **_,
 ) -> Optional[str]:
+    if query_start_loc is not None:
+        return "packed rows"
     tokens, implied = x.shape[1], x_ring.shape[2] - x.shape[1]
     if window != implied or window > MAX_WINDOW:
         return f"window {window} with R - T = {implied}, expected equal and at most {MAX_WINDOW}"
@@ -110,7 +112,11 @@ def mamba2_replay_limits(
     return _dtypes(state, operands) or _sizes(state, only_64=True) or _layout(packed)
 
 
-def mamba2_replay_key(*, state, x_ring, x, dt, B, D, dt_bias, slots, query_lens, **_) -> tuple:
+def mamba2_replay_key(
+    *, state, x_ring, x, dt, B, D, dt_bias, slots, query_lens, query_start_loc=None, **_,
+) -> tuple:
+    if query_start_loc is not None:
+        return (), ()  # never measured, see the limits
     rows, tokens, heads, dim = x.shape
     weight = next((tensor.dtype for tensor in (D, dt_bias) if tensor is not None), None)
     index = (slots.dtype, None if query_lens is None else query_lens.dtype)
@@ -149,7 +155,8 @@ def mamba2_replay_scratch(
 
 def mamba2_replay(
     state, x_ring, B_ring, dt_ring, ring_start, ring_committed, x, dt, A, B, C, D, z, dt_bias, slots, query_lens=None,
-    state_scale=None, seed=None, *, window, dt_softplus=True, dt_min=0.0, dt_max=None, philox_rounds=0, out,
+    state_scale=None, seed=None, query_start_loc=None, *, window, max_query_len=None, dt_softplus=True, dt_min=0.0,
+    dt_max=None, philox_rounds=0, out,
 ) -> None:
     rows, tokens, heads, dim = x.shape
     if not rows:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ..triton_rounding import as_stored, decode_state, encode_state, state_kind
+from ..triton_rows import row_strides, row_tokens
 from .materialize_kernels import (
     fold_columns,
     fold_tile,
@@ -92,16 +93,6 @@ def _multiply_rows(
 
 
 @triton.jit
-def _row_length(p_lens, slot, TOKENS: tl.constexpr):
-    """Real tokens of a row: 0 if it is padded."""
-    if p_lens is None:
-        length = tl.where(slot > 0, TOKENS, 0)
-    else:
-        length = tl.where(slot > 0, tl.load(p_lens).to(tl.int32), 0)
-    return length
-
-
-@triton.jit
 def _gated(y, x, p_d, p_z, mask):
     """Adds D x and multiplies with silu(z), where given. y, x [T, P]; p_z a tile of pointers of that shape."""
     if p_d is not None:
@@ -118,7 +109,8 @@ def _replay_tokens_kernel(
     p_b_ring, b_ring_s, b_ring_g, b_ring_r, b_ring_n, p_dt_ring, dt_ring_s, dt_ring_h, dt_ring_r,
     p_start, start_s, p_committed, committed_s, p_x, x_b, x_t, x_h, x_p, p_dt, dt_b, dt_t, dt_h, p_a, a_h,
     p_b, b_b, b_t, b_g, b_n, p_c, c_b, c_t, c_g, c_n, p_d, d_h, p_z, z_b, z_t, z_h, z_p, p_bias, bias_h,
-    p_slots, slots_b, p_lens, lens_b, p_scale, scale_s, scale_h, scale_p, p_seed, p_y, window, ring_len, dt_min, dt_max,
+    p_slots, slots_b, p_lens, lens_b, p_starts, starts_b, p_scale, scale_s, scale_h, scale_p, p_seed,
+    p_y, y_b, y_t, y_h, y_p, window, ring_len, dt_min, dt_max,
     TOKENS: tl.constexpr, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
     KIND: tl.constexpr, ROUNDS: tl.constexpr, SOFTPLUS: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -130,7 +122,7 @@ def _replay_tokens_kernel(
     row = (tl.program_id(0) // (P_TILES * H)).to(tl.int64)
     group = head // HEADS_PER_GROUP
     slot = tl.load(p_slots + row * slots_b).to(tl.int64)
-    q = _row_length(p_lens + row * lens_b if p_lens is not None else None, slot, TOKENS)
+    place, q = row_tokens(row, slot, p_starts, starts_b, p_lens, lens_b, TOKENS)
 
     o_p = tile * BLOCK_P + tl.arange(0, BLOCK_P)
     i_t = tl.arange(0, BLOCK_T)
@@ -138,8 +130,8 @@ def _replay_tokens_kernel(
     mask_p = (o_p < P) | (P % BLOCK_P == 0)  # constant where nothing is cut off: the loads then need no predicate
     real = i_t < q
     new_p = real[:, None] & mask_p[None, :]
-    p_y += ((row * TOKENS + o_t[:, None]) * H + head) * P + o_p[None, :]
-    written = (i_t[:, None] < TOKENS) & mask_p[None, :]
+    p_y += place * y_b + head * y_h + o_t[:, None] * y_t + o_p[None, :] * y_p
+    written = new_p if p_starts is not None else (i_t[:, None] < TOKENS) & mask_p[None, :]
 
     if q == 0:
         tl.store(p_y, tl.zeros([BLOCK_T, BLOCK_P], p_y.dtype.element_ty), mask=written)
@@ -151,8 +143,8 @@ def _replay_tokens_kernel(
         p_old_x = p_x_ring + slot * x_ring_s + head * x_ring_h + o_p[None, :] * x_ring_p
         p_old_b = p_b_ring + slot * b_ring_s + group * b_ring_g
         p_old_dt = p_dt_ring + slot * dt_ring_s + head * dt_ring_h
-        p_new_b = p_b + row * b_b + group * b_g + o_t[:, None] * b_t
-        p_new_c = p_c + row * c_b + group * c_g + o_t[:, None] * c_t
+        p_new_b = p_b + place * b_b + group * b_g + o_t[:, None] * b_t
+        p_new_c = p_c + place * c_b + group * c_g + o_t[:, None] * c_t
         p_row_scale = p_scale + slot * scale_s + head * scale_h + o_p * scale_p if KIND > 0 else None
         X_DTYPE: tl.constexpr = p_x_ring.dtype.element_ty
         B_DTYPE: tl.constexpr = p_b_ring.dtype.element_ty
@@ -167,8 +159,8 @@ def _replay_tokens_kernel(
             c_for_state = _load_segments(p_new_c, c_n, real, N, BLOCK_N // SIZE_S, SIZE_S)
             checkpoint = _load_segments(p_tile, state_n, mask_p, N, BLOCK_N // SIZE_S, SIZE_S)
             new_b = _load_segments(p_new_b, b_n, real, N, BLOCK_N // SIZE_B, SIZE_B)
-        x = tl.load(p_x + row * x_b + head * x_h + o_t[:, None] * x_t + o_p[None, :] * x_p, mask=new_p, other=0.0)
-        dt = tl.load(p_dt + row * dt_b + head * dt_h + o_t * dt_t, mask=real, other=0.0)
+        x = tl.load(p_x + place * x_b + head * x_h + o_t[:, None] * x_t + o_p[None, :] * x_p, mask=new_p, other=0.0)
+        dt = tl.load(p_dt + place * dt_b + head * dt_h + o_t * dt_t, mask=real, other=0.0)
 
         before = tl.zeros([BLOCK_T, BLOCK_P], tl.float32)
         passed = 1.0
@@ -212,7 +204,8 @@ def _replay_tokens_kernel(
         y += (before + product * passed) * tl.exp(a * elapsed)[:, None]
         y = _gated(
             y, x, p_d + head * d_h if p_d is not None else None,
-            p_z + row * z_b + head * z_h + o_t[:, None] * z_t + o_p[None, :] * z_p if p_z is not None else None, new_p)
+            p_z + place * z_b + head * z_h + o_t[:, None] * z_t + o_p[None, :] * z_p if p_z is not None else None,
+            new_p)
         tl.store(p_y, tl.where(real[:, None], y, 0.0).to(p_y.dtype.element_ty), mask=written)
 
         # The new rows go to positions that are dead for every program of this launch, so no order is needed. Rows
@@ -261,11 +254,20 @@ def replay_tile(state, x_ring, B_ring, tokens: int) -> dict:
     return dict(tile, ONE_BLOCK=window_rows <= tile["BLOCK_W"])
 
 
+def _sizes(x, slots, query_start_loc, max_query_len, out) -> tuple:
+    """Rows, tokens of a row, heads, head dim, and whether rows are packed; the output of packed rows is then 0."""
+    packed = query_start_loc is not None
+    if packed:
+        out.zero_()
+    return slots.shape[0], max_query_len if packed else x.shape[1], *x.shape[-2:], packed
+
+
 def mamba2_replay(
     state, x_ring, B_ring, dt_ring, ring_start, ring_committed, x, dt, A, B, C, D, z, dt_bias, slots, query_lens=None,
-    state_scale=None, seed=None, *, window, dt_softplus=True, dt_min=0.0, dt_max=None, philox_rounds=0, out,
+    state_scale=None, seed=None, query_start_loc=None, *, window, max_query_len=None, dt_softplus=True, dt_min=0.0,
+    dt_max=None, philox_rounds=0, out,
 ) -> None:
-    rows, tokens, heads, dim = x.shape
+    rows, tokens, heads, dim, packed = _sizes(x, slots, query_start_loc, max_query_len, out)
     state_dim, ring_len = state.shape[3], x_ring.shape[2]
     tile = replay_tile(state, x_ring, B_ring, tokens)
     if rows == 0:
@@ -274,12 +276,13 @@ def mamba2_replay(
     grid = (rows * heads * triton.cdiv(dim, tile["BLOCK_P"]),)
     _replay_tokens_kernel[grid](
         as_stored(state), *state.stride(), x_ring, *x_ring.stride(), B_ring, *B_ring.stride(), dt_ring,
-        *dt_ring.stride(), ring_start, *ring_start.stride(), ring_committed, *ring_committed.stride(), x, *x.stride(),
-        dt, *dt.stride(), A, *A.stride(), B, *B.stride(), C, *C.stride(), D, *strides(D, 1), z, *strides(z, 4),
-        dt_bias, *strides(dt_bias, 1), slots, *slots.stride(), query_lens, *strides(query_lens, 1), state_scale,
-        *strides(state_scale, 3), seed, out, window, ring_len, float(dt_min),
+        *dt_ring.stride(), ring_start, *ring_start.stride(), ring_committed, *ring_committed.stride(), x,
+        *row_strides(x, packed), dt, *row_strides(dt, packed, 3), A, *A.stride(), B, *row_strides(B, packed), C,
+        *row_strides(C, packed), D, *strides(D, 1), z, *row_strides(z, packed), dt_bias, *strides(dt_bias, 1), slots,
+        *slots.stride(), query_lens, *strides(query_lens, 1), query_start_loc, *strides(query_start_loc, 1),
+        state_scale, *strides(state_scale, 3), seed, out, *row_strides(out, packed), window, ring_len, float(dt_min),
         float("inf") if dt_max is None else float(dt_max), TOKENS=tokens, H=heads, P=dim, N=state_dim,
-        HEADS_PER_GROUP=heads // B.shape[2], KIND=state_kind(state.dtype), ROUNDS=philox_rounds, SOFTPLUS=dt_softplus,
+        HEADS_PER_GROUP=heads // B.shape[-2], KIND=state_kind(state.dtype), ROUNDS=philox_rounds, SOFTPLUS=dt_softplus,
         **tile)
 
 
@@ -287,7 +290,8 @@ def mamba2_replay(
 def _update_state_kernel(
     p_state, state_s, state_h, state_p, state_n, p_x, x_b, x_t, x_h, x_p, p_dt, dt_b, dt_t, dt_h, p_a, a_h,
     p_b, b_b, b_t, b_g, b_n, p_c, c_b, c_t, c_g, c_n, p_d, d_h, p_z, z_b, z_t, z_h, z_p, p_bias, bias_h,
-    p_slots, slots_b, p_lens, lens_b, p_token_slots, token_slots_b, token_slots_t, p_y, dt_min, dt_max,
+    p_slots, slots_b, p_lens, lens_b, p_starts, starts_b, p_token_slots, token_slots_b, token_slots_t,
+    p_y, y_b, y_t, y_h, y_p, dt_min, dt_max,
     TOKENS: tl.constexpr, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr,
     SOFTPLUS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
@@ -297,7 +301,7 @@ def _update_state_kernel(
     row = (tl.program_id(0) // (P_TILES * H)).to(tl.int64)
     group = head // HEADS_PER_GROUP
     slot = tl.load(p_slots + row * slots_b).to(tl.int64)
-    q = _row_length(p_lens + row * lens_b if p_lens is not None else None, slot, TOKENS)
+    place, q = row_tokens(row, slot, p_starts, starts_b, p_lens, lens_b, TOKENS)
     o_p = tile * BLOCK_P + tl.arange(0, BLOCK_P)
     o_n = tl.arange(0, BLOCK_N)
     mask_p = (o_p < P) | (P % BLOCK_P == 0)
@@ -305,15 +309,15 @@ def _update_state_kernel(
     p_state += head * state_h + o_p.to(tl.int64)[:, None] * state_p + o_n[None, :] * state_n
     mask = mask_p[:, None] & mask_n[None, :]
     DTYPE: tl.constexpr = p_state.dtype.element_ty
-    p_x += row * x_b + head * x_h + o_p * x_p
-    p_dt += row * dt_b + head * dt_h
-    p_b += row * b_b + group * b_g + o_n * b_n
-    p_c += row * c_b + group * c_g + o_n * c_n
-    p_y += (row * TOKENS * H + head) * P + o_p
+    p_x += place * x_b + head * x_h + o_p * x_p
+    p_dt += place * dt_b + head * dt_h
+    p_b += place * b_b + group * b_g + o_n * b_n
+    p_c += place * c_b + group * c_g + o_n * c_n
+    p_y += place * y_b + head * y_h + o_p * y_p
     if p_d is not None:
         p_d += head * d_h
     if p_z is not None:
-        p_z += row * z_b + head * z_h + o_p * z_p
+        p_z += place * z_b + head * z_h + o_p * z_p
     if p_bias is not None:
         p_bias += head * bias_h
 
@@ -329,29 +333,31 @@ def _update_state_kernel(
             state = tl.exp(a * dt) * state + (dt * x.to(tl.float32))[:, None] * b[None, :]
             y = tl.sum(state * c[None, :], 1)
             y = _gated(y, x, p_d, p_z + o_t * z_t if p_z is not None else None, mask_p)
-            tl.store(p_y + o_t * H * P, y.to(p_y.dtype.element_ty), mask=mask_p)
+            tl.store(p_y + o_t * y_t, y.to(p_y.dtype.element_ty), mask=mask_p)
             if p_token_slots is not None:
-                kept = tl.load(p_token_slots + row * token_slots_b + o_t * token_slots_t).to(tl.int64)
+                kept = tl.load(p_token_slots + place * token_slots_b + o_t * token_slots_t).to(tl.int64)
                 if kept > 0:
                     tl.store(p_state + kept * state_s, encode_state(state, 0, 0, 0, 0, DTYPE, 0), mask=mask)
         if p_token_slots is None:
             tl.store(p_state + slot * state_s, encode_state(state, 0, 0, 0, 0, DTYPE, 0), mask=mask)
-    for t in range(q, TOKENS):
-        tl.store(p_y + tl.cast(t, tl.int64) * H * P, tl.zeros([BLOCK_P], p_y.dtype.element_ty), mask=mask_p)
+    if p_starts is None:
+        for t in range(q, TOKENS):
+            tl.store(p_y + tl.cast(t, tl.int64) * y_t, tl.zeros([BLOCK_P], p_y.dtype.element_ty), mask=mask_p)
 
 
 def mamba2_update(
-    state, x, dt, A, B, C, D, z, dt_bias, slots, query_lens=None, token_slots=None, *, dt_softplus=True, dt_min=0.0,
-    dt_max=None, out,
+    state, x, dt, A, B, C, D, z, dt_bias, slots, query_lens=None, token_slots=None, query_start_loc=None, *,
+    max_query_len=None, dt_softplus=True, dt_min=0.0, dt_max=None, out,
 ) -> None:
-    rows, tokens, heads, dim = x.shape
+    rows, tokens, heads, dim, packed = _sizes(x, slots, query_start_loc, max_query_len, out)
     tile = row_tile(dim, state.shape[3], 2048)
     if rows == 0:
         return
     grid = (rows * heads * triton.cdiv(dim, tile["BLOCK_P"]),)
     _update_state_kernel[grid](
-        state, *state.stride(), x, *x.stride(), dt, *dt.stride(), A, *A.stride(), B, *B.stride(), C, *C.stride(), D,
-        *strides(D, 1), z, *strides(z, 4), dt_bias, *strides(dt_bias, 1), slots, *slots.stride(), query_lens,
-        *strides(query_lens, 1), token_slots, *strides(token_slots, 2), out, float(dt_min),
-        float("inf") if dt_max is None else float(dt_max), TOKENS=tokens, H=heads, P=dim, N=state.shape[3],
-        HEADS_PER_GROUP=heads // B.shape[2], SOFTPLUS=dt_softplus, **tile)
+        state, *state.stride(), x, *row_strides(x, packed), dt, *row_strides(dt, packed, 3), A, *A.stride(), B,
+        *row_strides(B, packed), C, *row_strides(C, packed), D, *strides(D, 1), z, *row_strides(z, packed), dt_bias,
+        *strides(dt_bias, 1), slots, *slots.stride(), query_lens, *strides(query_lens, 1), query_start_loc,
+        *strides(query_start_loc, 1), token_slots, *row_strides(token_slots, packed, 2), out, *row_strides(out, packed),
+        float(dt_min), float("inf") if dt_max is None else float(dt_max), TOKENS=tokens, H=heads, P=dim,
+        N=state.shape[3], HEADS_PER_GROUP=heads // B.shape[-2], SOFTPLUS=dt_softplus, **tile)

@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from ..rounding import load_state, store_state
-from ..rows import append_rows, elapsed, flushing_rows, history_rows, materialize_layers, process_dt, row_lengths
+from ..rows import (
+    append_rows,
+    elapsed,
+    flushing_rows,
+    history_rows,
+    materialize_layers,
+    process_dt,
+    row_lengths,
+    takes_packed_rows,
+)
 
 
 def _heads(per_group: Tensor, heads: int) -> Tensor:
@@ -33,9 +42,11 @@ def _load_history(x_ring, B_ring, dt_ring, slots, rows, live) -> tuple[Tensor, T
     return x, B, torch.where(live[..., None], dt_ring[at, :, rows], 0.0)
 
 
+@takes_packed_rows("x", "dt", "B", "C", "z")
 def mamba2_replay(
     state, x_ring, B_ring, dt_ring, ring_start, ring_committed, x, dt, A, B, C, D, z, dt_bias, slots, query_lens=None,
-    state_scale=None, seed=None, *, window, dt_softplus=True, dt_min=0.0, dt_max=None, philox_rounds=0, out,
+    state_scale=None, seed=None, query_start_loc=None, *, window, max_query_len=None, dt_softplus=True, dt_min=0.0,
+    dt_max=None, philox_rounds=0, out,
 ) -> None:
     tokens, heads, ring_len = x.shape[1], x.shape[2], x_ring.shape[2]
     lens = row_lengths(slots, query_lens, tokens)
@@ -83,9 +94,10 @@ def mamba2_replay(
     dt_ring[at, :, physical] = step[row, token]
 
 
+@takes_packed_rows("x", "dt", "B", "C", "z", "token_slots")
 def mamba2_update(
-    state, x, dt, A, B, C, D, z, dt_bias, slots, query_lens=None, token_slots=None, *, dt_softplus=True, dt_min=0.0,
-    dt_max=None, out,
+    state, x, dt, A, B, C, D, z, dt_bias, slots, query_lens=None, token_slots=None, query_start_loc=None, *,
+    max_query_len=None, dt_softplus=True, dt_min=0.0, dt_max=None, out,
 ) -> None:
     tokens, heads = x.shape[1], x.shape[2]
     lens = row_lengths(slots, query_lens, tokens)

@@ -7,6 +7,10 @@ The recurrence, for one head with scalar A < 0 (Dao and Gu, "Transformers are SS
 
 Sizes: S slots, H heads, P head dim, N state dim, Gr groups of B and C (head h reads group h // (H / Gr)), R ring rows,
 B batch rows, T tokens a row, L layers, G cache groups.
+
+Tokens come as padded rows, [B, T, ...], or packed, [tokens, ...]: then row b owns tokens query_start_loc[b] ..
+query_start_loc[b + 1] - 1, and T is `max_query_len`. Below, [B, T, ...] stands for both. Either way `query_lens` says
+how many of a row's tokens are real, the first ones.
 """
 
 from typing import Optional
@@ -20,6 +24,7 @@ from ..check import (
     I32,
     INDEX,
     Shapes,
+    TokenShapes,
     check_materialize,
     check_materialize_values,
     check_ring,
@@ -34,23 +39,24 @@ from ..registry import register
 from . import naive
 
 
-def _check_inputs(shapes: Shapes, x, dt, A, B, C, D, z, dt_bias, slots, query_lens) -> None:
-    shapes("x", x, "B T H P", FLOAT)
-    shapes("dt", dt, "B T H", FLOAT)
+def _check_inputs(shapes: TokenShapes, x, dt, A, B, C, D, z, dt_bias, slots, query_lens, query_start_loc) -> None:
+    shapes.tokens("x", x, "H P")
+    shapes.tokens("dt", dt, "H")
     shapes("A", A, "H", F32)
-    shapes("B", B, "B T Gr N", FLOAT)
-    shapes("C", C, "B T Gr N", FLOAT)
+    shapes.tokens("B", B, "Gr N")
+    shapes.tokens("C", C, "Gr N")
     shapes("D", D, "H", FLOAT)
-    shapes("z", z, "B T H P", FLOAT)
+    shapes.tokens("z", z, "H P")
     shapes("dt_bias", dt_bias, "H", FLOAT)
-    shapes("slots", slots, "B", INDEX)
-    shapes("query_lens", query_lens, "B", INDEX)
+    shapes.rows("x", slots, query_lens, query_start_loc)
     require(shapes.H % shapes.Gr == 0, shapes.op, "B", f"of {shapes.Gr} groups", f"a divisor of {shapes.H} heads")
 
 
 def _replay_values(state, x_ring, B_ring, dt_ring, ring_start, ring_committed, x, dt, A, B, C, D, z, dt_bias, slots,
-                   query_lens=None, *args, **kwargs) -> None:
-    check_row_values("mamba2_replay", state, x_ring.shape[2], ring_start, ring_committed, x.shape[1], slots, query_lens)
+                   query_lens=None, state_scale=None, seed=None, query_start_loc=None, *, max_query_len=None,
+                   **kwargs) -> None:
+    check_row_values("mamba2_replay", state, x_ring.shape[2], ring_start, ring_committed, slots, x, query_lens,
+                     query_start_loc, max_query_len)
     require_negative_rates("mamba2_replay", A)
 
 
@@ -76,8 +82,10 @@ def mamba2_replay(
     query_lens: Optional[Tensor] = None,
     state_scale: Optional[Tensor] = None,
     seed: Optional[Tensor] = None,
+    query_start_loc: Optional[Tensor] = None,
     *,
     window: int,
+    max_query_len: Optional[int] = None,
     dt_softplus: bool = True,
     dt_min: float = 0.0,
     dt_max: Optional[float] = None,
@@ -93,7 +101,10 @@ def mamba2_replay(
         ring_start, ring_committed: [S] or [1, S] int32, oldest live ring row and number of live rows. Read only.
         x: [B, T, H, P]. dt: [B, T, H] raw. A: [H] float32, negative. B, C: [B, T, Gr, N]. D, dt_bias: [H] or None.
         z: [B, T, H, P] gate or None. Any strides.
-        slots: [B], slot of each row; 0 is a padded row. query_lens: [B] real tokens q a row in [0, T]; None: T.
+        slots: [B], slot of each row; 0 is a padded row. query_lens: [B] real tokens q a row in [0, T]; None: T, or of
+            packed rows all.
+        query_start_loc: [B + 1], tokens are packed: x is [tokens, H, P], and so on. max_query_len: T, a bound on the
+            tokens of a packed row; larger ones are an error that only a CPU sees.
         state_scale: [S, H, P] float32, row scale over N of an 8-bit state. Mutated with `state`.
         seed: one int64, with philox_rounds > 0: flushes round stochastically.
         window: W. A row flushes iff committed + q > W: its committed rows (not the new ones) are folded into `state`.
@@ -102,27 +113,28 @@ def mamba2_replay(
         philox_rounds: 0 rounds to nearest.
 
     Returns:
-        y: [B, T, H, P] in x's dtype; 0 for padded rows and for tokens from q on.
+        y: like x, contiguous; 0 for padded rows, for tokens from q on and for those that belong to no row.
 
     Raises:
         ValueError: shapes, dtypes, T > W, R < W + T; on a CPU also slots, lengths and cursors out of range, slots
             named twice, and an A that is not negative.
     """
-    shapes = Shapes("mamba2_replay")
+    shapes = TokenShapes("mamba2_replay", query_start_loc, max_query_len)
     shapes("state", state, "S H P N", FLOAT + EIGHT_BIT)
     shapes("x_ring", x_ring, "S H R P", FLOAT)
     shapes("B_ring", B_ring, "S Gr R N", FLOAT)
     shapes("dt_ring", dt_ring, "S H R", F32)
     shapes("ring_start", ring_start, "S", I32)
     shapes("ring_committed", ring_committed, "S", I32)
-    _check_inputs(shapes, x, dt, A, B, C, D, z, dt_bias, slots, query_lens)
+    _check_inputs(shapes, x, dt, A, B, C, D, z, dt_bias, slots, query_lens, query_start_loc)
     check_ring(shapes, window, "x")
     check_scale_and_seed(shapes, state, state_scale, "S H P", seed, philox_rounds)
     return x.new_empty(x.shape)
 
 
-def _update_values(state, x, dt, A, B, C, D, z, dt_bias, slots, query_lens=None, token_slots=None, **kwargs) -> None:
-    check_update_values("mamba2_update", state, x.shape[1], slots, query_lens, token_slots)
+def _update_values(state, x, dt, A, B, C, D, z, dt_bias, slots, query_lens=None, token_slots=None, query_start_loc=None,
+                   *, max_query_len=None, **kwargs) -> None:
+    check_update_values("mamba2_update", state, slots, token_slots, x, query_lens, query_start_loc, max_query_len)
     require_negative_rates("mamba2_update", A)
 
 
@@ -141,7 +153,9 @@ def mamba2_update(
     slots: Tensor,
     query_lens: Optional[Tensor] = None,
     token_slots: Optional[Tensor] = None,
+    query_start_loc: Optional[Tensor] = None,
     *,
+    max_query_len: Optional[int] = None,
     dt_softplus: bool = True,
     dt_min: float = 0.0,
     dt_max: Optional[float] = None,
@@ -150,22 +164,23 @@ def mamba2_update(
 
     Args:
         state: [S, H, P, N] float32, bfloat16 or float16. Mutated.
-        x, dt, A, B, C, D, z, dt_bias, slots, query_lens, dt_softplus, dt_min, dt_max: as in `mamba2_replay`.
+        x, dt, A, B, C, D, z, dt_bias, slots, query_lens, query_start_loc, max_query_len, dt_softplus, dt_min, dt_max:
+            as in `mamba2_replay`.
         token_slots: [B, T]. Given, the state after token t of row b goes to slot token_slots[b, t] (0: not kept) and
             `slots` is only read, so that acceptance of drafts picks a slot by index. None: the state after the last
             real token replaces the state of `slots`.
 
     Returns:
-        y: [B, T, H, P] in x's dtype; 0 for padded rows and for tokens from query_lens on.
+        y: as of `mamba2_replay`.
 
     Raises:
         ValueError: shapes and dtypes; on a CPU also slots out of range, written twice, or both read and written, and an
             A that is not negative.
     """
-    shapes = Shapes("mamba2_update")
+    shapes = TokenShapes("mamba2_update", query_start_loc, max_query_len)
     shapes("state", state, "S H P N", FLOAT)
-    _check_inputs(shapes, x, dt, A, B, C, D, z, dt_bias, slots, query_lens)
-    shapes("token_slots", token_slots, "B T", INDEX)
+    _check_inputs(shapes, x, dt, A, B, C, D, z, dt_bias, slots, query_lens, query_start_loc)
+    shapes.tokens("token_slots", token_slots, "", INDEX)
     return x.new_empty(x.shape)
 
 

@@ -6,6 +6,7 @@ from ..samples import (
     Rng,
     cursors,
     encode_state,
+    pack_rows,
     plan,
     poison_dead_rows,
     poison_unplanned_rows,
@@ -30,7 +31,7 @@ def tokens_of(rng: Rng, rows, tokens, heads, dim, state_dim, groups, strided=Fal
 
 def replay(rng: Rng, rows=3, tokens=1, heads=4, dim=32, state_dim=16, groups=2, window=16, ring_len=None, slots=None,
            padded=0, ragged=False, strided=False, optional=True, state_dtype=torch.float32, ring_dtype=None, rounds=0,
-           route_window=None, index_dtype=torch.int32, dt_max=None):
+           route_window=None, index_dtype=torch.int32, dt_max=None, packed=False):
     ring_len = ring_len or window + tokens
     slots = slots or rows + 2
     start, committed = cursors(rng, slots, window, ring_len)
@@ -50,12 +51,13 @@ def replay(rng: Rng, rows=3, tokens=1, heads=4, dim=32, state_dim=16, groups=2, 
     lens = query_lengths(rng, rows, tokens) if ragged else None
     seed = rng.tensor([1234567890123], torch.int64) if rounds else None
     kwargs = dict(window=window if route_window is None else route_window, philox_rounds=rounds, dt_max=dt_max)
+    lens, starts, bound, x, dt, B, C, z = pack_rows(rng, packed, lens, x, dt, B, C, z, dtype=index_dtype)
     return (state, x_ring, B_ring, dt_ring, start, committed, x, dt, A, B, C, D, z, bias, where, lens, scale,
-            seed), kwargs
+            seed, starts), kwargs | bound
 
 
 def update(rng: Rng, rows=3, tokens=1, heads=4, dim=32, state_dim=16, groups=2, padded=0, ragged=False, strided=False,
-           optional=True, keep=False, state_dtype=torch.float32):
+           optional=True, keep=False, state_dtype=torch.float32, packed=False):
     slots = rows * (tokens + 1) + 1
     state = rng.normal(slots, heads, dim, state_dim, dtype=torch.float32)
     state[0] = float("nan")
@@ -69,7 +71,9 @@ def update(rng: Rng, rows=3, tokens=1, heads=4, dim=32, state_dim=16, groups=2, 
     where = where[:rows].clone()
     where[rows - padded :] = 0
     lens = query_lengths(rng, rows, tokens) if ragged else None
-    return (state.to(state_dtype), x, dt, A, B, C, D, z, bias, where, lens, kept if keep else None), {}
+    kept = kept if keep else None
+    lens, starts, bound, x, dt, B, C, z, kept = pack_rows(rng, packed, lens, x, dt, B, C, z, kept)
+    return (state.to(state_dtype), x, dt, A, B, C, D, z, bias, where, lens, kept, starts), bound
 
 
 def materialize(rng: Rng, layers=3, groups=2, rows=5, heads=4, dim=32, state_dim=16, state_groups=2, window=16,
@@ -95,6 +99,9 @@ SAMPLES = table("mamba2_replay", replay, {
     "window_4_token_4": dict(rows=3, tokens=4, window=4, ring_len=8),
     "token_16": dict(rows=2, tokens=16, window=16, ring_len=37),
     "strided": dict(rows=3, tokens=2, strided=True, index_dtype=torch.int64),
+    "packed_padded": dict(rows=5, tokens=4, packed=True, padded=1),
+    "packed_in_part_strided": dict(rows=4, tokens=4, packed=True, ragged=True, strided=True, index_dtype=torch.int64),
+    "packed_token_1": dict(rows=4, packed=True, optional=False),
     "small_batch_route": dict(rows=3, tokens=2, ring_len=20, route_window=0),
     "all_padded": dict(rows=2, padded=2),
     "state_bf16_clamped": dict(rows=3, state_dtype=torch.bfloat16, dt_max=0.1),
@@ -109,6 +116,8 @@ SAMPLES = table("mamba2_replay", replay, {
     "one_row_no_optionals": dict(rows=1, heads=1, groups=1, optional=False),
     "odd_sizes_strided": dict(rows=3, tokens=3, heads=6, dim=33, state_dim=17, groups=3, strided=True),
     "state_fp16": dict(rows=3, tokens=2, state_dtype=torch.float16, keep=True),
+    "packed_padded": dict(rows=5, tokens=4, packed=True, padded=1),
+    "packed_in_part_kept_strided": dict(rows=4, tokens=4, packed=True, ragged=True, strided=True, keep=True),
 }) + table("mamba2_materialize", materialize, {
     "typical": dict(),
     "one_row": dict(layers=1, groups=1, rows=1),

@@ -1,20 +1,21 @@
 // Short convolution over a ring of inputs, and keys and values into a paged cache.
 #include "tensor.h"
 
-// conv_ring, x, weight, bias, positions, slots, lens, out; silu
+// conv_ring, x, weight, bias, positions, slots, lens, starts, out; silu
 KERNEL(conv_replay) {
     const Arguments args{tensors, integers, floats, threads};
-    const Tensor ring = args.tensor(0), x = args.tensor(1), weight = args.tensor(2), bias = args.tensor(3);
-    const Tensor positions = args.tensor(4), slots = args.tensor(5), lens = args.tensor(6), y = args.tensor(7);
-    const int64_t rows = x.size[0], T = x.size[1], D = x.size[2], width = weight.size[1], length = ring.size[2];
+    const Rows rows{args.tensor(5), args.tensor(6), args.tensor(7), args.tensor(1).size[1]};
+    const Tensor ring = args.tensor(0), x = rows.by_row(args.tensor(1)), weight = args.tensor(2), bias = args.tensor(3);
+    const Tensor positions = args.tensor(4), y = rows.by_row(args.tensor(8));
+    const int64_t D = x.size[2], width = weight.size[1], length = ring.size[2];
     const bool silu = integers[0];
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t b = 0; b < rows; ++b) {
-        const int64_t slot = slots.integer(b), q = row_length(slots, lens, b, T);
+    for (int64_t row = 0; row < rows.count(); ++row) {
+        const int64_t slot = rows.slots.integer(row), q = rows.length(row), b = rows.place(row);
         std::vector<float> near(width - 1 + q), kernel(width);
         for (int64_t d = 0; d < D; ++d) {
             if (q > 0) {
-                const int64_t position = positions.integer(b);
+                const int64_t position = positions.integer(row);
                 for (int64_t i = 0; i < width - 1; ++i) {
                     const int64_t p = position - (width - 1) + i;
                     near[i] = p < 0 ? 0.0f : ring.value(slot, d, p % length);
@@ -32,7 +33,7 @@ KERNEL(conv_replay) {
                 if (bias) sum += bias.value(d);
                 store(y.at(b, t, d), y.dtype, silu ? sum * sigmoid(sum) : sum);
             }
-            for (int64_t t = q; t < T; ++t) store(y.at(b, t, d), y.dtype, 0.0f);
+            for (int64_t t = q; t < rows.written(row); ++t) store(y.at(b, t, d), y.dtype, 0.0f);
         }
     }
     return 0;

@@ -5,19 +5,21 @@ namespace {
 
 enum Gate : int64_t { HEAD = 0, CHANNEL = 1, CHANNEL_BOUNDED = 2 };  // the last: KDA with a lower bound
 
-// The inputs that all four ops share, in the order of their tensors.
+// The inputs that all four ops share, in the order of their tensors; then query_start_loc and the output.
 struct Inputs {
-    Tensor q, k, v, a, b, A_log, dt_bias, slots, lens, o;
+    Rows rows;
+    Tensor q, k, v, a, b, A_log, dt_bias, o;
     Gate gate;
     bool l2norm;
     float scale, lower_bound;
     int64_t H, HV, K, V, gates;  // gates: decays of a value head
 
     Inputs(const Arguments& args, int first)
-        : q(args.tensor(first)), k(args.tensor(first + 1)), v(args.tensor(first + 2)), a(args.tensor(first + 3)),
-          b(args.tensor(first + 4)), A_log(args.tensor(first + 5)), dt_bias(args.tensor(first + 6)),
-          slots(args.tensor(first + 7)), lens(args.tensor(first + 8)), o(args.tensor(first + 9)),
-          gate(Gate(args.integers[0])), l2norm(args.integers[1]), scale(float(args.floats[0])),
+        : rows{args.tensor(first + 7), args.tensor(first + 8), args.tensor(first + 9), args.tensor(first + 2).size[1]},
+          q(rows.by_row(args.tensor(first))), k(rows.by_row(args.tensor(first + 1))),
+          v(rows.by_row(args.tensor(first + 2))), a(rows.by_row(args.tensor(first + 3))),
+          b(rows.by_row(args.tensor(first + 4))), A_log(args.tensor(first + 5)), dt_bias(args.tensor(first + 6)),
+          o(rows.by_row(args.tensor(first + 10))), gate(Gate(args.integers[0])), l2norm(args.integers[1]), scale(float(args.floats[0])),
           lower_bound(float(args.floats[1])), H(q.size[2]), HV(v.size[2]), K(q.size[3]), V(v.size[3]),
           gates(gate == HEAD ? 1 : K) {}
 
@@ -35,7 +37,7 @@ struct Inputs {
     }
 
     void zero_tail(int64_t row, int64_t hv, int64_t from) const {
-        for (int64_t t = from; t < v.size[1]; ++t) zero_row(o, row, t, hv, V);
+        for (int64_t t = from; t < rows.written(row); ++t) zero_row(o, rows.place(row), t, hv, V);
     }
 };
 
@@ -54,8 +56,9 @@ void decayed(float* to, const float* from, const double* later, const double* ea
     }
 }
 
-void replay_head(const Tensor& state, const Ring& ring, const Inputs& in, int64_t b, int64_t hv, int64_t q) {
-    const int64_t slot = in.slots.integer(b), first = ring.start.integer(slot), live = ring.committed.integer(slot);
+// b: where the row's tokens are.
+void replay_head(const Tensor& state, const Ring& ring, const Inputs& in, int64_t slot, int64_t b, int64_t hv, int64_t q) {
+    const int64_t first = ring.start.integer(slot), live = ring.committed.integer(slot);
     const int64_t rows = live + q, K = in.K, V = in.V, gates = in.gates, h = hv / (in.HV / in.H);
     const int64_t length = ring.u.size[2];
     const bool owner = hv % (in.HV / in.H) == 0;  // of the value heads of one key head, the one that stores the keys
@@ -133,11 +136,11 @@ void replay_head(const Tensor& state, const Ring& ring, const Inputs& in, int64_
             if (row == scratch.data()) store_row(lies, state.stride[3], row, K, state.dtype);
         }
     }
-    in.zero_tail(b, hv, q);
 }
 
-void update_head(const Tensor& state, const Tensor& token_slots, const Inputs& in, int64_t b, int64_t hv, int64_t q) {
-    const int64_t slot = in.slots.integer(b), K = in.K, V = in.V, h = hv / (in.HV / in.H);
+void update_head(const Tensor& state, const Tensor& token_slots, const Inputs& in, int64_t slot, int64_t b, int64_t hv,
+                 int64_t q) {
+    const int64_t K = in.K, V = in.V, h = hv / (in.HV / in.H);
     std::vector<float> keys(q * K), queries(q * K), kept(q * K), beta(q), scratch(K);
     for (int64_t t = 0; t < q; ++t) {
         in.key(&keys[t * K], in.k, b, t, h, 1.0f);
@@ -167,35 +170,35 @@ void update_head(const Tensor& state, const Tensor& token_slots, const Inputs& i
         }
         if (!token_slots && row == scratch.data()) store_row(lies, state.stride[3], row, K, state.dtype);
     }
-    in.zero_tail(b, hv, q);
 }
 
 }  // namespace
 
-// state, u_ring, k_ring, g_ring, ring_start, ring_committed, inputs, out; gate, l2norm, window; scale, lower_bound
+// state, u_ring, k_ring, g_ring, ring_start, ring_committed, inputs, starts, out; gate, l2norm, window; scale, lower_bound
 KERNEL(delta_replay) {
     const Arguments args{tensors, integers, floats, threads};
     const Tensor state = args.tensor(0);
     const Ring ring{args.tensor(1), args.tensor(2), args.tensor(3), args.tensor(4), args.tensor(5), integers[2]};
     const Inputs in(args, 6);
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t work = 0; work < in.v.size[0] * in.HV; ++work) {
-        const int64_t b = work / in.HV, hv = work % in.HV, q = row_length(in.slots, in.lens, b, in.v.size[1]);
-        if (q > 0) replay_head(state, ring, in, b, hv, q);
-        else in.zero_tail(b, hv, 0);
+    for (int64_t work = 0; work < in.rows.count() * in.HV; ++work) {
+        const int64_t row = work / in.HV, hv = work % in.HV, q = in.rows.length(row);
+        in.zero_tail(row, hv, q);
+        if (q > 0) replay_head(state, ring, in, in.rows.slots.integer(row), in.rows.place(row), hv, q);
     }
     return 0;
 }
 
-// state, inputs, out, token_slots; gate, l2norm; scale, lower_bound
+// state, token_slots, inputs, starts, out; gate, l2norm; scale, lower_bound
 KERNEL(delta_update) {
     const Arguments args{tensors, integers, floats, threads};
-    const Tensor state = args.tensor(0), token_slots = args.tensor(11);
-    const Inputs in(args, 1);
+    const Inputs in(args, 2);
+    const Tensor state = args.tensor(0), token_slots = in.rows.by_row(args.tensor(1));
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t work = 0; work < in.v.size[0] * in.HV; ++work) {
-        const int64_t b = work / in.HV, hv = work % in.HV;
-        update_head(state, token_slots, in, b, hv, row_length(in.slots, in.lens, b, in.v.size[1]));
+    for (int64_t work = 0; work < in.rows.count() * in.HV; ++work) {
+        const int64_t row = work / in.HV, hv = work % in.HV, q = in.rows.length(row);
+        in.zero_tail(row, hv, q);
+        update_head(state, token_slots, in, in.rows.slots.integer(row), in.rows.place(row), hv, q);
     }
     return 0;
 }

@@ -10,64 +10,83 @@ FEW_TOKENS = 64  # beyond, the reference's matrix products over whole prompts ar
 GATES = {"head": 0, "channel": 1, "channel_bounded": 2}
 
 
+def _call_on_rows(name: str, tensors: tuple, query_start_loc, out, integers: tuple = (), floats: tuple = ()) -> bool:
+    """`call` of a kernel that writes the tokens of packed rows and leaves those of no row alone."""
+    if query_start_loc is not None:
+        out.zero_()
+    return call(name, (*tensors, query_start_loc, out), integers, floats)
+
+
 def mamba2_replay(
     state, x_ring, B_ring, dt_ring, ring_start, ring_committed, x, dt, A, B, C, D, z, dt_bias, slots, query_lens=None,
-    state_scale=None, seed=None, *, window, dt_softplus=True, dt_min=0.0, dt_max=None, philox_rounds=0, out,
+    state_scale=None, seed=None, query_start_loc=None, *, window, max_query_len=None, dt_softplus=True, dt_min=0.0,
+    dt_max=None, philox_rounds=0, out,
 ) -> bool:
     if state_scale is not None or philox_rounds:
         return False
-    return call("mamba2_replay", (state, x_ring, B_ring, dt_ring, ring_start, ring_committed, x, dt, A, B, C, D, z,
-                                  dt_bias, slots, query_lens, out),
-                (dt_softplus, window), (dt_min, math.inf if dt_max is None else dt_max))
+    tensors = (state, x_ring, B_ring, dt_ring, ring_start, ring_committed, x, dt, A, B, C, D, z, dt_bias, slots,
+               query_lens)
+    return _call_on_rows("mamba2_replay", tensors, query_start_loc, out, (dt_softplus, window),
+                         (dt_min, math.inf if dt_max is None else dt_max))
 
 
 def mamba2_update(
-    state, x, dt, A, B, C, D, z, dt_bias, slots, query_lens=None, token_slots=None, *, dt_softplus=True, dt_min=0.0,
-    dt_max=None, out,
+    state, x, dt, A, B, C, D, z, dt_bias, slots, query_lens=None, token_slots=None, query_start_loc=None, *,
+    max_query_len=None, dt_softplus=True, dt_min=0.0, dt_max=None, out,
 ) -> bool:
-    return call("mamba2_update", (state, x, dt, A, B, C, D, z, dt_bias, slots, query_lens, out, token_slots),
-                (dt_softplus,), (dt_min, math.inf if dt_max is None else dt_max))
+    return _call_on_rows("mamba2_update", (state, token_slots, x, dt, A, B, C, D, z, dt_bias, slots, query_lens),
+                         query_start_loc, out, (dt_softplus,), (dt_min, math.inf if dt_max is None else dt_max))
 
 
 def gdn_replay(
     state, u_ring, k_ring, g_ring, ring_start, ring_committed, q, k, v, a, b, A_log, dt_bias, slots, query_lens=None,
-    state_scale=None, seed=None, *, window, scale, l2norm, philox_rounds=0, out,
+    state_scale=None, seed=None, query_start_loc=None, *, window, scale, l2norm, max_query_len=None, philox_rounds=0,
+    out,
 ) -> bool:
     if state_scale is not None or philox_rounds:
         return False
-    return call("delta_replay", (state, u_ring, k_ring, g_ring, ring_start, ring_committed, q, k, v, a, b, A_log,
-                                 dt_bias, slots, query_lens, out), (GATES["head"], l2norm, window), (scale, 0.0))
+    tensors = (state, u_ring, k_ring, g_ring, ring_start, ring_committed, q, k, v, a, b, A_log, dt_bias, slots,
+               query_lens)
+    return _call_on_rows("delta_replay", tensors, query_start_loc, out, (GATES["head"], l2norm, window), (scale, 0.0))
 
 
 def gdn_update(
-    state, q, k, v, a, b, A_log, dt_bias, slots, query_lens=None, token_slots=None, *, scale, l2norm, out,
+    state, q, k, v, a, b, A_log, dt_bias, slots, query_lens=None, token_slots=None, query_start_loc=None, *, scale,
+    l2norm, max_query_len=None, out,
 ) -> bool:
-    return call("delta_update", (state, q, k, v, a, b, A_log, dt_bias, slots, query_lens, out, token_slots),
-                (GATES["head"], l2norm), (scale, 0.0))
+    return _call_on_rows("delta_update", (state, token_slots, q, k, v, a, b, A_log, dt_bias, slots, query_lens),
+                         query_start_loc, out, (GATES["head"], l2norm), (scale, 0.0))
 
 
 def kda_replay(
     state, u_ring, k_ring, g_ring, ring_start, ring_committed, q, k, v, a, b, A_log, dt_bias, slots, query_lens=None,
-    state_scale=None, seed=None, *, window, scale, l2norm, lower_bound=None, philox_rounds=0, out,
+    state_scale=None, seed=None, query_start_loc=None, *, window, scale, l2norm, max_query_len=None, lower_bound=None,
+    philox_rounds=0, out,
 ) -> bool:
     if state_scale is not None or philox_rounds:
         return False
     gate = GATES["channel" if lower_bound is None else "channel_bounded"]
-    return call("delta_replay", (state, u_ring, k_ring, g_ring, ring_start, ring_committed, q, k, v, a, b, A_log,
-                                 dt_bias, slots, query_lens, out), (gate, l2norm, window), (scale, lower_bound or 0.0))
+    tensors = (state, u_ring, k_ring, g_ring, ring_start, ring_committed, q, k, v, a, b, A_log, dt_bias, slots,
+               query_lens)
+    return _call_on_rows("delta_replay", tensors, query_start_loc, out, (gate, l2norm, window),
+                         (scale, lower_bound or 0.0))
 
 
 def kda_update(
-    state, q, k, v, a, b, A_log, dt_bias, slots, query_lens=None, token_slots=None, *, scale, l2norm, lower_bound=None,
-    out,
+    state, q, k, v, a, b, A_log, dt_bias, slots, query_lens=None, token_slots=None, query_start_loc=None, *, scale,
+    l2norm, max_query_len=None, lower_bound=None, out,
 ) -> bool:
     gate = GATES["channel" if lower_bound is None else "channel_bounded"]
-    return call("delta_update", (state, q, k, v, a, b, A_log, dt_bias, slots, query_lens, out, token_slots),
-                (gate, l2norm), (scale, lower_bound or 0.0))
+    return _call_on_rows("delta_update", (state, token_slots, q, k, v, a, b, A_log, dt_bias, slots, query_lens),
+                         query_start_loc, out, (gate, l2norm), (scale, lower_bound or 0.0))
 
 
-def conv_replay(conv_ring, x, weight, bias, positions, slots, query_lens=None, *, silu, out) -> bool:
-    return call("conv_replay", (conv_ring, x, weight, bias, positions, slots, query_lens, out), (silu,))
+def conv_replay(
+    conv_ring, x, weight, bias, positions, slots, query_lens=None, query_start_loc=None, *, silu, max_query_len=None,
+    out,
+) -> bool:
+    tensors = (conv_ring, x, weight, bias, positions, slots, query_lens)
+    return _call_on_rows("conv_replay", tensors, query_start_loc, out, (silu,))
 
 
 def write_kv(cache, k, v, slot_mapping) -> bool:

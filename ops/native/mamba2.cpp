@@ -5,17 +5,19 @@
 
 namespace {
 
-// The inputs that both ops share, in the order of their tensors.
+// The inputs that both ops share, in the order of their tensors; then query_start_loc and the output.
 struct Inputs {
-    Tensor x, dt, A, B, C, D, z, dt_bias, slots, lens, y;
+    Rows rows;
+    Tensor x, dt, A, B, C, D, z, dt_bias, y;
     bool softplus_dt;
     float dt_min, dt_max;
 
     Inputs(const Arguments& args, int first)
-        : x(args.tensor(first)), dt(args.tensor(first + 1)), A(args.tensor(first + 2)), B(args.tensor(first + 3)),
-          C(args.tensor(first + 4)), D(args.tensor(first + 5)), z(args.tensor(first + 6)),
-          dt_bias(args.tensor(first + 7)), slots(args.tensor(first + 8)), lens(args.tensor(first + 9)),
-          y(args.tensor(first + 10)), softplus_dt(args.integers[0]), dt_min(float(args.floats[0])),
+        : rows{args.tensor(first + 8), args.tensor(first + 9), args.tensor(first + 10), args.tensor(first).size[1]},
+          x(rows.by_row(args.tensor(first))), dt(rows.by_row(args.tensor(first + 1))), A(args.tensor(first + 2)),
+          B(rows.by_row(args.tensor(first + 3))), C(rows.by_row(args.tensor(first + 4))), D(args.tensor(first + 5)),
+          z(rows.by_row(args.tensor(first + 6))), dt_bias(args.tensor(first + 7)),
+          y(rows.by_row(args.tensor(first + 11))), softplus_dt(args.integers[0]), dt_min(float(args.floats[0])),
           dt_max(float(args.floats[1])) {}
 
     float step_size(int64_t b, int64_t t, int64_t h) const {
@@ -36,8 +38,8 @@ struct Inputs {
         store(y.at(b, t, h, p), y.dtype, value);
     }
 
-    void zero_tail(int64_t b, int64_t h, int64_t from) const {
-        for (int64_t t = from; t < x.size[1]; ++t) zero_row(y, b, t, h, x.size[3]);
+    void zero_tail(int64_t row, int64_t h, int64_t from) const {
+        for (int64_t t = from; t < rows.written(row); ++t) zero_row(y, rows.place(row), t, h, x.size[3]);
     }
 };
 
@@ -46,7 +48,7 @@ struct Ring {
     int64_t window;
 };
 
-// Heads of one group of one batch row: they share B, C and the products C_t B_j.
+// Heads of one group of one batch row: they share B, C and the products C_t B_j. b: where the row's tokens are.
 struct GroupReplay {
     const Tensor& state;
     const Ring& ring;
@@ -55,8 +57,8 @@ struct GroupReplay {
     std::vector<float> Bs, Cs, overlap, xs, steps, carry, coefficient, weights, kept, scratch, recent;
     std::vector<double> passed;
 
-    GroupReplay(const Tensor& state, const Ring& ring, const Inputs& in, int64_t b, int64_t group, int64_t q)
-        : state(state), ring(ring), in(in), slot(in.slots.integer(b)), q(q), first(ring.start.integer(slot)),
+    GroupReplay(const Tensor& state, const Ring& ring, const Inputs& in, int64_t slot, int64_t b, int64_t group, int64_t q)
+        : state(state), ring(ring), in(in), slot(slot), q(q), first(ring.start.integer(slot)),
           live(ring.committed.integer(slot)), rows(live + q), P(in.x.size[3]), N(in.B.size[3]), length(ring.x.size[2]),
           Bs(rows * N), Cs(q * N), overlap(q * rows), xs(rows * P), steps(rows), carry(q), coefficient(live),
           weights(live), kept(N), scratch(N), recent(q * P), passed(rows) {
@@ -117,44 +119,40 @@ struct GroupReplay {
             fold(row, kept.data(), weights.data(), Bs.data(), live, N);
             if (row == scratch.data()) store_row(lies, state.stride[3], row, N, state.dtype);
         }
-        in.zero_tail(b, h, q);
     }
 };
 
 }  // namespace
 
-// state, x_ring, B_ring, dt_ring, ring_start, ring_committed, inputs, out; dt_softplus, window; dt_min, dt_max
+// state, x_ring, B_ring, dt_ring, ring_start, ring_committed, inputs, starts, out; dt_softplus, window; dt_min, dt_max
 KERNEL(mamba2_replay) {
     const Arguments args{tensors, integers, floats, threads};
     const Tensor state = args.tensor(0);
     const Ring ring{args.tensor(1), args.tensor(2), args.tensor(3), args.tensor(4), args.tensor(5), integers[1]};
     const Inputs in(args, 6);
-    const int64_t rows = in.x.size[0], groups = in.B.size[2], each = in.x.size[2] / groups;
+    const int64_t groups = in.B.size[2], each = in.x.size[2] / groups;
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t work = 0; work < rows * groups; ++work) {
-        const int64_t b = work / groups, group = work % groups;
-        const int64_t q = row_length(in.slots, in.lens, b, in.x.size[1]);
-        if (q <= 0) {
-            for (int64_t h = group * each; h < (group + 1) * each; ++h) in.zero_tail(b, h, 0);
-            continue;
-        }
-        GroupReplay replay(state, ring, in, b, group, q);
+    for (int64_t work = 0; work < in.rows.count() * groups; ++work) {
+        const int64_t row = work / groups, group = work % groups, q = in.rows.length(row), b = in.rows.place(row);
+        for (int64_t h = group * each; h < (group + 1) * each; ++h) in.zero_tail(row, h, q);
+        if (q <= 0) continue;
+        GroupReplay replay(state, ring, in, in.rows.slots.integer(row), b, group, q);
         for (int64_t h = group * each; h < (group + 1) * each; ++h) replay.head(b, h);
     }
     return 0;
 }
 
-// state, inputs, out, token_slots; dt_softplus; dt_min, dt_max
+// state, token_slots, inputs, starts, out; dt_softplus; dt_min, dt_max
 KERNEL(mamba2_update) {
     const Arguments args{tensors, integers, floats, threads};
-    const Tensor state = args.tensor(0), token_slots = args.tensor(12);
-    const Inputs in(args, 1);
-    const int64_t rows = in.x.size[0], heads = in.x.size[2], P = in.x.size[3], N = in.B.size[3];
-    const int64_t each = heads / in.B.size[2];
+    const Inputs in(args, 2);
+    const Tensor state = args.tensor(0), token_slots = in.rows.by_row(args.tensor(1));
+    const int64_t heads = in.x.size[2], P = in.x.size[3], N = in.B.size[3], each = heads / in.B.size[2];
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t work = 0; work < rows * heads; ++work) {
-        const int64_t b = work / heads, h = work % heads, slot = in.slots.integer(b);
-        const int64_t q = row_length(in.slots, in.lens, b, in.x.size[1]);
+    for (int64_t work = 0; work < in.rows.count() * heads; ++work) {
+        const int64_t row_index = work / heads, h = work % heads, slot = in.rows.slots.integer(row_index);
+        const int64_t q = in.rows.length(row_index), b = in.rows.place(row_index);
+        in.zero_tail(row_index, h, q);
         std::vector<float> Bs(q * N), Cs(q * N), step(q), decay(q), scratch(N);
         for (int64_t t = 0; t < q; ++t) {
             load_row(&Bs[t * N], in.B.at(b, t, h / each), in.B.stride[3], N, in.B.dtype);
@@ -183,7 +181,6 @@ KERNEL(mamba2_update) {
             }
             if (!token_slots && row == scratch.data()) store_row(lies, state.stride[3], row, N, state.dtype);
         }
-        in.zero_tail(b, h, q);
     }
     return 0;
 }

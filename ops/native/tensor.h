@@ -162,11 +162,33 @@ static inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 // softplus that passes values above 20 through; NaN stays NaN
 static inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
-// The real tokens of a row: none where the slot is null.
-static inline int64_t row_length(const Tensor& slots, const Tensor& lens, int64_t row, int64_t tokens) {
-    if (slots.integer(row) <= 0) return 0;
-    return lens ? lens.integer(row) : tokens;
-}
+// Which tokens the rows of a call have: `tokens` each, or packed, from `starts` on.
+struct Rows {
+    Tensor slots, lens, starts;
+    int64_t tokens;
+
+    int64_t count() const { return slots.size[0]; }
+
+    // A tensor [tokens, ...] of packed rows as [tokens, *, ...]: token t of a row is at (place(row), t) in either layout.
+    Tensor by_row(const Tensor& t) const {
+        if (!starts || !t) return t;
+        Tensor seen = t;
+        for (int d = 4; d > 0; --d) seen.size[d] = t.size[d - 1], seen.stride[d] = t.stride[d - 1];
+        return seen;
+    }
+
+    int64_t place(int64_t row) const { return starts ? starts.integer(row) : row; }
+
+    // The real tokens of a row: none where the slot is null.
+    int64_t length(int64_t row) const {
+        if (slots.integer(row) <= 0) return 0;
+        if (lens) return lens.integer(row);
+        return starts ? starts.integer(row + 1) - starts.integer(row) : tokens;
+    }
+
+    // Tokens of a row whose output a kernel writes; of packed rows what is not real has been zeroed before.
+    int64_t written(int64_t row) const { return starts ? length(row) : tokens; }
+};
 
 static __attribute__((noinline)) void zero_row(const Tensor& t, int64_t i, int64_t j, int64_t k, int64_t n) {
     for (int64_t l = 0; l < n; ++l) store(t.at(i, j, k, l), t.dtype, 0.0f);

@@ -9,45 +9,8 @@ from torch import Tensor
 from ..gdn import naive as gdn
 from ..kda import naive as kda
 from ..rounding import bits, load_state, round_state
-from ..rows import process_dt, row_lengths
+from ..rows import TokenRows, process_dt
 from ..scan.naive import delta_scan, kda_scan, ssd_scan
-
-
-class Rows:
-    """The tokens of a call by row, whether they came padded, [B, T, ...], or packed, [tokens, ...].
-
-    lens: int64 [B], 0 for padded rows. real: bool [B, T].
-    """
-
-    def __init__(self, x: Tensor, slots: Tensor, query_lens, query_start_loc, max_query_len):
-        self.starts, self.count = query_start_loc, x.shape[0]
-        self.tokens = x.shape[1] if self.starts is None else max_query_len
-        lens = query_lens if self.starts is None else self.starts.diff()
-        self.lens = row_lengths(slots, lens, self.tokens)
-        self.real = torch.arange(self.tokens, device=x.device) < self.lens[:, None]
-
-    def load(self, t: Tensor) -> Tensor:
-        """float32 [B, T, ...]; 0 where there is no token, whatever the memory holds."""
-        if self.starts is not None:
-            at = self.starts[:-1, None] + torch.arange(self.tokens, device=t.device)
-            t = t[at.clamp(0, self.count - 1)]
-        return self.only_real(t.float())
-
-    def only_real(self, t: Tensor) -> Tensor:
-        """t [B, T, ...], 0 where there is no token."""
-        return torch.where(self.real.view(*self.real.shape, *[1] * (t.dim() - 2)), t, 0.0)
-
-    def store(self, out: Tensor, y: Tensor) -> None:
-        """y [B, T, ...] into out, which is laid out as the inputs were; 0 where there is no token."""
-        y = self.only_real(y)
-        if self.starts is not None:
-            token = torch.arange(self.count, device=y.device)
-            row = (torch.searchsorted(self.starts.long(), token, right=True) - 1).clamp(0, len(self.lens) - 1)
-            offset = token - self.starts[row]
-            inside = (offset >= 0) & (offset < self.lens[row])
-            y = y[row, offset.clamp(0, self.tokens - 1)]
-            y = torch.where(inside.view(-1, *[1] * (y.dim() - 1)), y, 0.0)
-        out.copy_(y)
 
 
 def _begin(state, state_scale, slots, has_state) -> Tensor:
@@ -58,7 +21,7 @@ def _begin(state, state_scale, slots, has_state) -> Tensor:
     return torch.where(own.view(-1, 1, 1, 1), load_state(state, slots, state_scale), 0.0)
 
 
-def _finish(rows: Rows, state, ring_start, ring_committed, slots, final, state_scale, seed, rounds) -> None:
+def _finish(rows: TokenRows, state, ring_start, ring_committed, slots, final, state_scale, seed, rounds) -> None:
     """Stores the final states [B, ...] as checkpoints with empty rings."""
     at, wrote = slots.long(), rows.lens > 0
     rounded, scale = round_state(state.dtype, at, final, state_scale is not None, seed, rounds)
@@ -74,7 +37,7 @@ def mamba2_prefill(
     query_start_loc=None, state_scale=None, seed=None, *, max_query_len=None, dt_softplus=True, dt_min=0.0,
     dt_max=None, philox_rounds=0, out,
 ) -> None:
-    rows = Rows(x, slots, query_lens, query_start_loc, max_query_len)
+    rows = TokenRows(x, slots, query_lens, query_start_loc, max_query_len)
     values, step = rows.load(x), rows.only_real(process_dt(rows.load(dt), dt_bias, dt_softplus, dt_min, dt_max))
     y, final = ssd_scan(values, step, A, rows.load(B), rows.load(C), _begin(state, state_scale, slots, has_state))
     if D is not None:
@@ -90,7 +53,7 @@ def gdn_prefill(
     state, ring_start, ring_committed, q, k, v, a, b, A_log, dt_bias, slots, query_lens=None, has_state=None,
     query_start_loc=None, state_scale=None, seed=None, *, max_query_len=None, scale, l2norm, philox_rounds=0, out,
 ) -> None:
-    rows = Rows(v, slots, query_lens, query_start_loc, max_query_len)
+    rows = TokenRows(v, slots, query_lens, query_start_loc, max_query_len)
     gates = gdn.gates(rows.load(a), rows.load(b), A_log, dt_bias)
     _delta(delta_scan, gates, rows, state, ring_start, ring_committed, q, k, v, slots, has_state, state_scale, seed,
            scale, l2norm, philox_rounds, out)
@@ -101,7 +64,7 @@ def kda_prefill(
     query_start_loc=None, state_scale=None, seed=None, *, max_query_len=None, scale, l2norm, lower_bound=None,
     philox_rounds=0, out,
 ) -> None:
-    rows = Rows(v, slots, query_lens, query_start_loc, max_query_len)
+    rows = TokenRows(v, slots, query_lens, query_start_loc, max_query_len)
     gates = kda.gates(rows.load(a), rows.load(b), A_log, dt_bias, lower_bound)
     _delta(kda_scan, gates, rows, state, ring_start, ring_committed, q, k, v, slots, has_state, state_scale, seed,
            scale, l2norm, philox_rounds, out)
@@ -121,7 +84,7 @@ def conv_prefill(
     conv_ring, x, weight, bias, positions, slots, query_lens=None, query_start_loc=None, *, max_query_len=None, silu,
     out,
 ) -> None:
-    rows = Rows(x, slots, query_lens, query_start_loc, max_query_len)
+    rows = TokenRows(x, slots, query_lens, query_start_loc, max_query_len)
     width, ring_len = weight.shape[1], conv_ring.shape[2]
     at, first = slots.long(), torch.where(slots > 0, positions, 0).long()[:, None]
 

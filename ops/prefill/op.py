@@ -6,8 +6,9 @@ after a row's last token is its checkpoint, its cursors are 0, 0 (the ring is em
 the newest inputs by position. The chunked scans (`ssd_prefill`, `delta_prefill`), which take processed inputs, do the
 work. The recurrences are those of `mamba2_replay`, `gdn_replay`, `kda_replay` and `conv_replay`.
 
-Tokens come padded, [B, T, ...] with `query_lens`, or packed, [tokens, ...]: then row b owns tokens
-query_start_loc[b] .. query_start_loc[b + 1] - 1, at most `max_query_len` of them. Below, [B, T, ...] stands for both.
+Tokens come padded, [B, T, ...], or packed, [tokens, ...]: then row b owns tokens query_start_loc[b] ..
+query_start_loc[b + 1] - 1, at most `max_query_len` of them. Below, [B, T, ...] stands for both. Either way `query_lens`
+says how many of a row's tokens are real, the first ones; None: all that it owns.
 
 Sizes: as in the decode ops. S slots (0 is null), B batch rows, T tokens a row.
 """
@@ -18,42 +19,15 @@ import torch
 from torch import Tensor
 
 from .. import check
-from ..check import EIGHT_BIT, F32, FLOAT, I32, INDEX, Shapes, check_scale_and_seed, fail, require
+from ..check import EIGHT_BIT, F32, FLOAT, I32, INDEX, TokenShapes, check_scale_and_seed, fail, require
 from ..registry import register
 from . import naive
 
 FLAG = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)
 
 
-class _Checks(Shapes):
-    """Shapes of a prefill op, whose tokens are padded rows or packed."""
-
-    def __init__(self, op: str, query_lens, query_start_loc, max_query_len):
-        super().__init__(op)
-        self.packed = query_start_loc is not None
-        if self.packed and query_lens is not None:
-            fail(op, "query_lens", "given with query_start_loc", "one of the two")
-        if self.packed != (max_query_len is not None):
-            fail(op, "max_query_len", max_query_len, "a bound for packed rows (query_start_loc), None for others")
-        if self.packed and max_query_len < 1:
-            fail(op, "max_query_len", max_query_len, "1 or more")
-
-    def tokens(self, argument: str, tensor: Optional[Tensor], letters: str) -> None:
-        """tensor: [B, T, letters], or packed [tokens, letters]."""
-        self(argument, tensor, ("tokens " if self.packed else "B T ") + letters, FLOAT)
-
-    def rows(self, argument: str, slots, query_lens, query_start_loc) -> None:
-        """argument: what names the tokens."""
-        self("slots", slots, "B", INDEX)
-        self("query_lens", query_lens, "B", INDEX)
-        self("query_start_loc", query_start_loc, "B+1", INDEX)
-        if self.packed and query_start_loc.shape[0] != slots.shape[0] + 1:
-            fail(self.op, "query_start_loc", f"of shape {tuple(query_start_loc.shape)}", f"[B+1] with B = {self.B}")
-        count = self.tokens_or_T()
-        require(count >= 1, self.op, argument, f"of {count} tokens", "1 or more")
-
-    def tokens_or_T(self) -> int:
-        return self.sizes["tokens"] if self.packed else self.T
+class _Checks(TokenShapes):
+    """Shapes of a prefill op."""
 
     def states(self, state, ring_start, ring_committed, letters: str, has_state) -> None:
         self("state", state, f"S {letters}", FLOAT + EIGHT_BIT)
@@ -66,11 +40,7 @@ def _check_rows(op: str, slot_count: int, tokens: Tensor, slots, query_lens, que
     """Values of the row arguments, on a CPU."""
     check.require_range(op, "slots", slots, 0, slot_count - 1)
     check.require_distinct_slots(op, "slots", slots)
-    if query_lens is not None:
-        check.require_range(op, "query_lens", query_lens, 0, tokens.shape[1])
-    if query_start_loc is not None:
-        check.require_range(op, "query_start_loc", query_start_loc, 0, tokens.shape[0])
-        check.require_range(op, "query_start_loc's differences", query_start_loc.diff(), 0, max_query_len)
+    check.check_tokens(op, tokens, query_lens, query_start_loc, max_query_len)
 
 
 def _check_states(op: str, state, ring_committed, slots, has_state, *rows) -> None:
@@ -126,7 +96,7 @@ def mamba2_prefill(
         x: [B, T, H, P]. dt: [B, T, H] raw. A: [H] float32, negative. B, C: [B, T, Gr, N]. D, dt_bias: [H] or None.
         z: [B, T, H, P] gate or None. Any strides.
         slots: [B], slot of each row; 0 is a padded row, which writes nothing.
-        query_lens: [B] real tokens a row in [0, T]; None: T.
+        query_lens: [B] real tokens a row in [0, T]; None: all that it owns.
         has_state: [B] bool or integer. A row goes on from its slot's checkpoint, whose ring must be empty, or from
             zero, whatever the slot holds. None: all from zero.
         query_start_loc: [B + 1], tokens are packed: x is [tokens, H, P], and so on.
@@ -142,7 +112,7 @@ def mamba2_prefill(
         ValueError: shapes and dtypes; on a CPU also A that is not negative, slots, lengths and cursors out of range,
             slots named twice, and a row that goes on from a slot whose ring is not empty.
     """
-    shapes = _Checks("mamba2_prefill", query_lens, query_start_loc, max_query_len)
+    shapes = _Checks("mamba2_prefill", query_start_loc, max_query_len)
     shapes.states(state, ring_start, ring_committed, "H P N", has_state)
     shapes.tokens("x", x, "H P")
     shapes.tokens("dt", dt, "H")
@@ -221,7 +191,7 @@ def gdn_prefill(
     Raises:
         ValueError: as `mamba2_prefill`.
     """
-    shapes = _Checks("gdn_prefill", query_lens, query_start_loc, max_query_len)
+    shapes = _Checks("gdn_prefill", query_start_loc, max_query_len)
     _check_delta(shapes, state, ring_start, ring_committed, q, k, v, a, b, A_log, dt_bias, slots, query_lens, has_state,
                  query_start_loc, state_scale, seed, philox_rounds, "HV")
     return v.new_empty(v.shape)
@@ -271,7 +241,7 @@ def kda_prefill(
     Raises:
         ValueError: as `mamba2_prefill`; lower_bound not below 0.
     """
-    shapes = _Checks("kda_prefill", query_lens, query_start_loc, max_query_len)
+    shapes = _Checks("kda_prefill", query_start_loc, max_query_len)
     _check_delta(shapes, state, ring_start, ring_committed, q, k, v, a, b, A_log, dt_bias, slots, query_lens, has_state,
                  query_start_loc, state_scale, seed, philox_rounds, "HV K")
     require(lower_bound is None or -float("inf") < lower_bound < 0, shapes.op, "lower_bound", lower_bound,
@@ -316,7 +286,7 @@ def conv_prefill(
         ValueError: shapes, dtypes, a ring too short; on a CPU also slots, positions and lengths out of range and slots
             named twice.
     """
-    shapes = _Checks("conv_prefill", query_lens, query_start_loc, max_query_len)
+    shapes = _Checks("conv_prefill", query_start_loc, max_query_len)
     shapes("conv_ring", conv_ring, "S D Rc", FLOAT)
     shapes.tokens("x", x, "D")
     shapes("weight", weight, "D width", FLOAT)

@@ -3,7 +3,7 @@
 import torch
 
 from ..mamba2.samples import tokens_of
-from ..samples import Rng, encode_state, query_lengths, row_slots, table
+from ..samples import Rng, encode_state, pack, query_lengths, row_slots, table
 
 
 def _rows(rng: Rng, rows, tokens, padded, ragged, packed, index_dtype=torch.int32):
@@ -12,12 +12,12 @@ def _rows(rng: Rng, rows, tokens, padded, ragged, packed, index_dtype=torch.int3
     lens = query_lengths(rng, rows, tokens)
     if not packed:
         return slots, lens if ragged else None, None, {}
-    return slots, None, torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(index_dtype), dict(max_query_len=tokens)
+    return slots, lens - lens // 4 if ragged else None, pack(lens, dtype=index_dtype)[0], dict(max_query_len=tokens)
 
 
-def _layout(tensor, starts, gap=2):
-    """[B, T, ...] as it is, or packed: the leading tokens of the same memory and `gap` that belong to no row."""
-    return tensor if starts is None else tensor.flatten(0, 1)[: int(starts[-1]) + gap]
+def _layout(tensor, starts):
+    """[B, T, ...] as it is, or packed."""
+    return tensor if starts is None else pack(starts.diff(), tensor)[1]
 
 
 def _states(rng: Rng, rows, shape, state_dtype, with_state, rounds):
@@ -94,6 +94,7 @@ STATES = {
     "typical": dict(rows=4),
     "ragged_padded": dict(rows=5, tokens=19, ragged=True, padded=1, with_state=False),
     "packed_padded": dict(rows=5, tokens=19, packed=True, padded=1),
+    "packed_in_part": dict(rows=4, tokens=9, packed=True, ragged=True),
     "one_token": dict(rows=2, tokens=1),
     "state_fp16_stochastic": dict(tokens=9, state_dtype=torch.float16, rounds=10),
     "state_int8": dict(tokens=9, ragged=True, state_dtype=torch.int8),
@@ -112,6 +113,7 @@ SAMPLES = table("mamba2_prefill", mamba2, STATES | {
     "typical": dict(rows=4),
     "ragged_padded": dict(rows=5, ragged=True, padded=1),
     "packed_padded": dict(rows=5, packed=True, padded=1),
+    "packed_in_part": dict(rows=4, packed=True, ragged=True),
     "short_no_bias": dict(rows=4, tokens=2, bias=False, silu=False),
     "width_1_strided": dict(tokens=4, width=1, ring_len=1, strided=True),
     "ring_bf16": dict(ring_dtype=torch.bfloat16, ring_len=3),
