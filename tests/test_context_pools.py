@@ -127,6 +127,8 @@ def test_pools_that_do_not_fit(change, message):
         ReplayContext.create(list(ctx.groups), 3, num_slots=5, pools=pools)
     with pytest.raises((ValueError, TypeError), match=message):
         ctx.bind(pools, 5)
+    with pytest.raises(ValueError, match="pools: are on meta, expected cpu"):
+        ctx.bind(ContextPools.allocate(ctx.spec, 2, 5, "meta"), 5)
     assert ctx.state is kept.state and equal(contents(ctx, 5), before)
 
 

@@ -18,7 +18,7 @@ _LAZY = {
     "Engine": "engine.engine", "EngineConfig": "engine.config", "RequestOutput": "engine.output",
     "SamplingParams": "engine.request", "StepAgreement": "engine.parallel", "RankFailure": "engine.parallel",
     "ReplayCache": "states.replay_cache", "ReplayContext": "states.replay_context",
-    "ContextPools": "states.pools", "StateGroup": "states.replay_context", "StateLayer": "states.replay_context",
+    "ContextPools": "states.pools", "StateGroup": "states.state_spec", "StateLayer": "states.state_spec",
     "DefaultModelState": "states.model_state", "ReplayModelState": "states.model_state",
     "SpecializedDecodeModelState": "states.specialized_decode",
     "HybridConfig": "models", "HybridModel": "models",

@@ -1,15 +1,13 @@
 """Tensors that hold the states of a context's layers: the context's own, or a host's."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Iterator, NamedTuple, Optional, Sequence, Union
+from typing import Iterator, NamedTuple, Optional, Sequence, Union
 
 import torch
 from torch import Tensor
 
 from ..ops.check import EIGHT_BIT
-
-if TYPE_CHECKING:
-    from .replay_context import StateLayer
+from .state_spec import StateLayer
 
 Pool = Union[Tensor, Sequence[Tensor]]  # [L, S, ...] of all layers, or L layer tensors [S, ...]
 
@@ -33,7 +31,7 @@ class ContextPools:
     state_scale: Optional[Pool] = None
 
     @classmethod
-    def allocate(cls, spec: "StateLayer", layers: int, slots: int, device, conv: bool = True) -> "ContextPools":
+    def allocate(cls, spec: StateLayer, layers: int, slots: int, device, conv: bool = True) -> "ContextPools":
         """Zeroed stacked pools, each tensor a storage of its own."""
         state, scale = allocate_states(spec, layers, slots, device)
         shapes = ring_shapes(spec, slots)
@@ -47,7 +45,7 @@ class ContextPools:
                  **{f"rings[{i}]": ring for i, ring in enumerate(self.rings)}, "conv_ring": self.conv_ring}
         return ((name, pool) for name, pool in pools.items() if pool is not None)
 
-    def check(self, spec: "StateLayer", layers: int, slots: int) -> None:
+    def check(self, spec: StateLayer, layers: int, slots: int) -> None:
         """Raises ValueError or TypeError, naming the pool, if they are not what `layers` layers like `spec` need."""
         shapes, wide = ring_shapes(spec, slots), (slots, spec.heads, spec.head_dim)
         expected = {"state": ((*wide, spec.state_dim), spec.state_dtype), "state_scale": (wide, torch.float32),
@@ -101,20 +99,20 @@ def copy_leading(source: ContextPools, target: ContextPools, slots: int) -> None
                 layer[:slots].copy_(before[:slots])
 
 
-def ring_shapes(spec: "StateLayer", slots: int) -> tuple[tuple[int, ...], ...]:
+def ring_shapes(spec: StateLayer, slots: int) -> tuple[tuple[int, ...], ...]:
     """Shapes of a layer's three rings."""
     wide = (slots, spec.heads, spec.ring_len)
     return ((*wide, spec.head_dim), (slots, spec.groups, spec.ring_len, spec.state_dim),
             (*wide, *spec.decay_shape[1:]))
 
 
-def allocate_states(spec: "StateLayer", layers: int, slots: int, device) -> tuple[Tensor, Optional[Tensor]]:
+def allocate_states(spec: StateLayer, layers: int, slots: int, device) -> tuple[Tensor, Optional[Tensor]]:
     """Zeroed checkpoints [L, S, heads, head_dim, state_dim] and, for 8-bit ones, row scales of 1."""
     shape = (layers, slots, spec.heads, spec.head_dim, spec.state_dim)
     scale = torch.ones(shape[:4], dtype=torch.float32, device=device) if spec.state_dtype in EIGHT_BIT else None
     return torch.zeros(shape, dtype=spec.state_dtype, device=device), scale
 
 
-def allocate_conv_ring(spec: "StateLayer", layers: int, slots: int, device) -> Tensor:
+def allocate_conv_ring(spec: StateLayer, layers: int, slots: int, device) -> Tensor:
     """Zeroed conv rings [L, S, channels, conv_len]."""
     return torch.zeros(layers, slots, spec.conv_dim, spec.conv_len, dtype=spec.conv_dtype, device=device)

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import ops
 from ..ops.check import EIGHT_BIT
 from ..ops.rounding import bits, round_state
-from .replay_context import RING_NAMES
+from .state_spec import RING_NAMES
 
 LAYOUTS = {"mamba2": ("pn",), "gdn": ("vk", "kv"), "kda": ("vk", "kv")}
 ONE_BLOCK = 2**30  # tokens: the commit publishes no snapshots, so that blocks play no part

@@ -1,7 +1,6 @@
 """Memory of state-space layers: `ReplayContext` (checkpoint, ring, cursors), `PlainStates` (written each step)."""
 
-import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Optional
 
@@ -11,62 +10,7 @@ from torch import Tensor
 from .. import ops
 from ..ops.check import EIGHT_BIT
 from .pools import ContextPools, LayerMemory, Pool, allocate_conv_ring, allocate_states, copy_leading, layers_of
-
-FAMILIES = ("mamba2", "gdn", "kda")
-MODES = ("none", "align")
-RING_NAMES = {"mamba2": ("x", "B", "dt"), "gdn": ("u", "k", "g"), "kda": ("u", "k", "g")}
-
-
-@dataclass(frozen=True)
-class StateLayer:
-    """One state-space layer as its memory sees it. Mamba-2 sizes, those of the delta rule (GDN, KDA) in parentheses."""
-
-    name: str
-    family: str
-    heads: int  # H (HV)
-    groups: int  # Gr (H, the key heads)
-    head_dim: int  # P (V)
-    state_dim: int  # N (K)
-    conv_dim: int  # channels of the short convolution
-    conv_width: int = 4
-    window: int = 16  # W
-    ring_len: int = 32  # R
-    max_tokens: int = 1  # T
-    state_dtype: torch.dtype = torch.float32
-    ring_dtype: torch.dtype = torch.float32
-    conv_dtype: torch.dtype = torch.float32
-    A_dtype: torch.dtype = torch.float32
-    philox_rounds: int = 0  # above 0, checkpoints round stochastically when they are rewritten
-
-    @property
-    def conv_len(self) -> int:
-        """Columns of the conv ring: the inputs that a convolution still reads, and the tokens of one step."""
-        return self.conv_width - 1 + self.max_tokens
-
-    @property
-    def decay_shape(self) -> tuple[int, ...]:
-        """What the ring keeps of one token's decay: a number a head, with KDA one for each key channel of a head."""
-        return (self.heads, self.state_dim) if self.family == "kda" else (self.heads,)
-
-    def state_bytes(self) -> int:
-        """Bytes of one checkpoint, the float32 row scales of an 8-bit one included."""
-        scale = 4 if self.state_dtype in EIGHT_BIT else 0
-        return self.heads * self.head_dim * (self.state_dim * self.state_dtype.itemsize + scale)
-
-    def ring_row_bytes(self) -> int:
-        """Bytes of one token in the ring, its float32 decay included."""
-        values = self.heads * self.head_dim + self.groups * self.state_dim
-        return values * self.ring_dtype.itemsize + 4 * math.prod(self.decay_shape)
-
-
-@dataclass(frozen=True)
-class StateGroup:
-    """A cache group: layers that share block tables and trackers. `block_size` spaces the snapshots of mode align."""
-
-    name: str
-    layers: tuple[StateLayer, ...]
-    block_size: int = 16
-    mode: str = "none"
+from .state_spec import FAMILIES, RING_NAMES, StateGroup, StateLayer, check_groups
 
 
 @dataclass(frozen=True)
@@ -116,7 +60,7 @@ class ReplayContext:
             ValueError: no groups, groups of different cache specs, layers of different geometry or dtypes, T > W,
                 R < W + T, or pools that do not fit; the message names the layer, group or pool.
         """
-        _check_groups(groups)
+        check_groups(groups)
         if max_num_reqs < 1 or num_slots < 2:
             raise ValueError(f"max_num_reqs is {max_num_reqs} and num_slots {num_slots}, expected at least 1 and 2")
         return cls(groups, max_num_reqs, num_slots, columns, torch.device(device), pools)
@@ -156,11 +100,14 @@ class ReplayContext:
             ValueError, TypeError: pools that do not fit, see `ContextPools.check`; nothing has changed.
         """
         pools.check(self.spec, len(self.layers), num_slots)
+        device = layers_of(pools.state)[0].device
+        if self.ring_start is not None and device != self.device:
+            raise ValueError(f"pools: are on {device}, expected {self.device}, where the context's tables are")
         if self.ring_start is not None and copy:
             copy_leading(self.pools, pools, min(self.num_slots, num_slots))
         self.state, self.state_scale, self.conv_ring = pools.state, pools.state_scale, pools.conv_ring
         self.rings = tuple(pools.rings)
-        self.device = layers_of(pools.state)[0].device
+        self.device = device
         self.initialize_ring_trackers(KVCacheConfig(num_slots, self.device))
         self.num_slots = num_slots
 
@@ -372,33 +319,3 @@ def _slot_at(tables: Tensor, cols: Tensor, idx_mapping: Optional[Tensor]) -> Ten
     inside = (req >= 0) & (col >= 0) & (col < tables.shape[2])
     at = torch.where(inside, col, 0)[None, :, None].expand(tables.shape[0], -1, 1)
     return torch.where(inside, tables.gather(2, at).squeeze(2), 0)
-
-
-def _check_groups(groups: list[StateGroup]) -> None:
-    if not groups or any(not group.layers for group in groups):
-        raise ValueError("groups is empty or holds a group without layers, expected at least one layer in each")
-    first = groups[0]
-    reference = first.layers[0]
-    for group in groups:
-        if group.mode not in MODES:
-            raise ValueError(f"group {group.name}: mode is {group.mode!r}, expected one of {', '.join(MODES)}")
-        for name in ("block_size", "mode"):
-            if getattr(group, name) != getattr(first, name):
-                raise ValueError(f"group {group.name}: {name} is {getattr(group, name)}, expected "
-                                 f"{getattr(first, name)} as in group {first.name}")
-        for layer in group.layers:
-            _check_layer(layer, reference)
-
-
-def _check_layer(layer: StateLayer, reference: StateLayer) -> None:
-    if layer.family not in FAMILIES:
-        raise ValueError(f"layer {layer.name}: family is {layer.family!r}, expected one of {', '.join(FAMILIES)}")
-    for field in fields(StateLayer):
-        got, want = getattr(layer, field.name), getattr(reference, field.name)
-        if field.name != "name" and got != want:
-            raise ValueError(f"layer {layer.name}: {field.name} is {got}, expected {want} as in layer {reference.name}")
-    if not 1 <= layer.max_tokens <= layer.window:
-        raise ValueError(f"layer {layer.name}: max_tokens is {layer.max_tokens}, expected 1 to window {layer.window}")
-    if layer.ring_len < layer.window + layer.max_tokens:
-        raise ValueError(f"layer {layer.name}: ring_len is {layer.ring_len}, expected at least window + max_tokens = "
-                         f"{layer.window + layer.max_tokens}")
