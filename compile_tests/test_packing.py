@@ -224,7 +224,7 @@ def test_code_objects_of_their_own():
 
 def test_decode_step():
     """The engine's step, a bound method of another object: fewer inputs, one graph, no recompile, the eager text."""
-    model = tiny_model(5, pattern=("mamba2", "gdn", "full", "mlp"))
+    model = tiny_model(5, pattern=("mamba2", "gdn", "full", "kda"))
     prompts = [torch.randint(1, 61, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 1, 20)]
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     want = [output.token_ids for output in engine(model, num_spec=2).generate(prompts, params)]
