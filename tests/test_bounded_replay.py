@@ -16,13 +16,9 @@ from torch_replay.engine.request import Request
 from torch_replay.models.memory import MemoryConfig, ModelMemory
 from torch_replay.ops.attention import naive as attention
 from torch_replay.ops.registry import override_kernel
+from torch_replay.states.builders import FullAttentionBuilder, ReplayAttnMetadata, SlidingWindowBuilder
 from torch_replay.states.groups import KVGroup
-from torch_replay.states.model_state import (
-    FullAttentionBuilder,
-    ReplayAttnMetadata,
-    ReplayModelState,
-    SlidingWindowBuilder,
-)
+from torch_replay.states.model_state import ReplayModelState
 from torch_replay.states.request_state import InputBatch, RequestState
 
 
