@@ -38,12 +38,13 @@ class Outcome:
 
 
 def calls(family: str) -> list[Sample]:
-    """Two samples of each op of a family: its first, which is the usual one, and one of few rows or odd sizes."""
+    """Samples of each op of a family: its first, which is the usual one, one of few rows or odd sizes, and lists."""
     found = []
     for op in OPS.values():
         if op.body.__module__.split(".")[-2] == family:
             first, *others = samples(op.name)
             found += [first] + [sample for sample in others if re.match("odd|one_", sample.id)][:1]
+            found += [sample for sample in others if sample.id == "layers"]
     return found
 
 
@@ -51,7 +52,7 @@ def run_family(family: str, device: str) -> None:
     with backends.set_backend("triton"):
         for sample in calls(family):
             args, kwargs = sample.make(device)
-            OPS[sample.op].overload(*args, **kwargs)
+            OPS[sample.op].wrapper(*args, **kwargs)
             if device == "cuda":
                 torch.cuda.synchronize()
             print(f"ran {sample}", flush=True)

@@ -142,6 +142,38 @@ def test_slices_of_stacked_pools(op):
         assert torch.equal(raw(pool[::2]), raw(before[name][::2]))
 
 
+LISTS = [name for name, op in OPS.items() if op.pools]
+
+
+@pytest.mark.parametrize("op", LISTS)
+@pytest.mark.parametrize("form", ["storages", "slices"])
+def test_lists_of_layers(op, form):
+    """A list of layers is written in place: of layers that have a storage each, and of slices of what is stacked."""
+    want = named(op, *layers_of(op).make())
+    lists = {name: value for name, value in want.items() if isinstance(value, list)}
+    pools = {name: clone(layers) if form == "storages" else torch.stack(layers) for name, layers in lists.items()}
+    others = {name: value for name, value in want.items() if name not in pools}
+
+    def step(pools, others):
+        OPS[op].wrapper(**{name: [*pool] for name, pool in pools.items()}, **others)
+
+    assert allocations(step, pools, others) == ([], 0)
+    OPS[op].wrapper(**want)
+    for name in set(OPS[op].mutates) & set(pools):
+        assert torch.equal(raw(pools[name]), raw(want[name])), name
+
+
+def layers_of(op):
+    return next(sample for sample in samples(op) if sample.id == "layers")
+
+
+def test_layers_of_one_storage():
+    """Negative control: layers of one storage that come in one by one are cloned, as ops/layers.py says."""
+    arguments = named("copy_slots", *layers_of("copy_slots").make())
+    lines, missed = allocations(lambda given: OPS["copy_slots"].wrapper(**given), arguments)
+    assert len(lines) > 1 and missed == 0
+
+
 def test_slices_of_one_storage():
     """Negative control: slices that come in one by one are cloned, and torch does not count it."""
     pools = torch.zeros(2, 4, 3, dtype=torch.int32)

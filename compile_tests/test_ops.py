@@ -41,7 +41,8 @@ def test_opcheck(sample):
     """Schema (except for float8, which test_schema cannot compare), fake, and AOT dispatch with dynamic shapes."""
     utils = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     args, kwargs = sample.make()
-    torch.library.opcheck(OPS[sample.op].overload, args, kwargs, test_utils=utils[1:] if sample in FLOAT8 else utils)
+    overload = OPS[sample.op].overload_of(named(sample.op, args, kwargs))
+    torch.library.opcheck(overload, args, kwargs, test_utils=utils[1:] if sample in FLOAT8 else utils)
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)
@@ -49,7 +50,7 @@ def test_inductor_equals_eager(sample):
     """One graph, and every output and argument bitwise as in eager: the op is opaque to Inductor."""
     arguments = named(sample.op, *sample.make())
     eager = {name: clone(value) for name, value in arguments.items()}
-    op = OPS[sample.op].overload
+    op = OPS[sample.op].overload_of(arguments)
     torch._dynamo.reset()
     compiled = torch.compile(lambda tensors: op(**tensors), fullgraph=True, backend="inductor")
     with poisoned_outputs(), torch.no_grad():
@@ -57,7 +58,7 @@ def test_inductor_equals_eager(sample):
     for result, value in zip(as_tuple(got), as_tuple(want), strict=True):
         assert torch.equal(raw(result), raw(value))
     for name, value in arguments.items():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, (torch.Tensor, list)):
             assert torch.equal(raw(value), raw(eager[name])), name
 
 

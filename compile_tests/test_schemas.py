@@ -10,8 +10,9 @@ from torch_replay.ops.registry import OPS
 class TestSchemas(TestCase):
     def test_schemas(self):
         """Run with EXPECTTEST_ACCEPT=1 to take over a change, then clear torch's compile caches."""
-        text = "\n".join(textwrap.fill(OPS[name].schema, 110, subsequent_indent="    ", break_long_words=False)
-                         for name in sorted(OPS))
+        schemas = [schema for _, op in sorted(OPS.items()) for schema in (op.schema, op.layers_schema) if schema]
+        text = "\n".join(textwrap.fill(schema, 110, subsequent_indent="    ", break_long_words=False)
+                         for schema in schemas)
         self.assertExpectedInline(text, """\
 compact_active(Tensor plan_count, Tensor num_reqs) -> (Tensor, Tensor)
 compute_slot_mappings(Tensor(a0!) slot_mappings, Tensor block_tables, Tensor query_start_loc, Tensor
@@ -21,6 +22,8 @@ conv_prefill(Tensor(a0!) conv_ring, Tensor x, Tensor weight, Tensor? bias, Tenso
 conv_replay(Tensor(a0!) conv_ring, Tensor x, Tensor weight, Tensor? bias, Tensor positions, Tensor slots,
     Tensor? query_lens=None, Tensor? query_start_loc=None, *, bool silu, SymInt? max_query_len=None) -> Tensor
 copy_slots(Tensor(a0!) pool, Tensor src_slots, Tensor dst_slots, Tensor layer_group, Tensor active_rows) -> ()
+copy_slots.layers(Tensor(a0!)[] pool, Tensor src_slots, Tensor dst_slots, Tensor layer_group, Tensor
+    active_rows) -> ()
 delta_prefill(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state=None, Tensor?
     edges=None) -> (Tensor, Tensor, Tensor)
 engram_lookback(Tensor(a0!) lookback, Tensor token_ids, Tensor positions, Tensor query_start_loc, Tensor
@@ -35,6 +38,9 @@ gather_replay_rows(Tensor(a0!) rows, Tensor(a1!) kept_query_start_loc, Tensor(a2
 gdn_materialize(Tensor(a0!) state, Tensor u_ring, Tensor k_ring, Tensor g_ring, Tensor src_slots, Tensor
     dst_slots, Tensor ring_start, Tensor count, Tensor layer_group, Tensor active_rows, Tensor(a10!)?
     state_scale=None, Tensor? seed=None, *, SymInt philox_rounds=0) -> ()
+gdn_materialize.layers(Tensor(a0!)[] state, Tensor[] u_ring, Tensor[] k_ring, Tensor[] g_ring, Tensor
+    src_slots, Tensor dst_slots, Tensor ring_start, Tensor count, Tensor layer_group, Tensor active_rows,
+    Tensor(a10!)[]? state_scale=None, Tensor? seed=None, *, SymInt philox_rounds=0) -> ()
 gdn_prefill(Tensor(a0!) state, Tensor(a1!) ring_start, Tensor(a2!) ring_committed, Tensor q, Tensor k, Tensor
     v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, Tensor slots, Tensor? query_lens=None, Tensor?
     has_state=None, Tensor? query_start_loc=None, Tensor(a14!)? state_scale=None, Tensor? seed=None, *,
@@ -50,6 +56,9 @@ gdn_update(Tensor(a0!) state, Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, 
 kda_materialize(Tensor(a0!) state, Tensor u_ring, Tensor k_ring, Tensor g_ring, Tensor src_slots, Tensor
     dst_slots, Tensor ring_start, Tensor count, Tensor layer_group, Tensor active_rows, Tensor(a10!)?
     state_scale=None, Tensor? seed=None, *, SymInt philox_rounds=0) -> ()
+kda_materialize.layers(Tensor(a0!)[] state, Tensor[] u_ring, Tensor[] k_ring, Tensor[] g_ring, Tensor
+    src_slots, Tensor dst_slots, Tensor ring_start, Tensor count, Tensor layer_group, Tensor active_rows,
+    Tensor(a10!)[]? state_scale=None, Tensor? seed=None, *, SymInt philox_rounds=0) -> ()
 kda_prefill(Tensor(a0!) state, Tensor(a1!) ring_start, Tensor(a2!) ring_committed, Tensor q, Tensor k, Tensor
     v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias, Tensor slots, Tensor? query_lens=None, Tensor?
     has_state=None, Tensor? query_start_loc=None, Tensor(a14!)? state_scale=None, Tensor? seed=None, *,
@@ -66,6 +75,9 @@ kda_update(Tensor(a0!) state, Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, 
 mamba2_materialize(Tensor(a0!) state, Tensor x_ring, Tensor B_ring, Tensor dt_ring, Tensor A, Tensor
     src_slots, Tensor dst_slots, Tensor ring_start, Tensor count, Tensor layer_group, Tensor active_rows,
     Tensor(a11!)? state_scale=None, Tensor? seed=None, *, SymInt philox_rounds=0) -> ()
+mamba2_materialize.layers(Tensor(a0!)[] state, Tensor[] x_ring, Tensor[] B_ring, Tensor[] dt_ring, Tensor A,
+    Tensor src_slots, Tensor dst_slots, Tensor ring_start, Tensor count, Tensor layer_group, Tensor
+    active_rows, Tensor(a11!)[]? state_scale=None, Tensor? seed=None, *, SymInt philox_rounds=0) -> ()
 mamba2_prefill(Tensor(a0!) state, Tensor(a1!) ring_start, Tensor(a2!) ring_committed, Tensor x, Tensor dt,
     Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, Tensor slots, Tensor?
     query_lens=None, Tensor? has_state=None, Tensor? query_start_loc=None, Tensor(a15!)? state_scale=None,
@@ -101,4 +113,5 @@ swa_indices(Tensor(a0!) indices, Tensor(a1!) lens, Tensor seq_lens, Tensor query
     block_table, Tensor slot_mapping, Tensor? replay_start=None, Tensor? query_lens=None, *, SymInt window,
     SymInt block_size) -> ()
 write_kv(Tensor(a0!) cache, Tensor k, Tensor v, Tensor slot_mapping) -> ()
-zero_slots(Tensor(a0!) pool, Tensor slots, Tensor layer_group) -> ()""")
+zero_slots(Tensor(a0!) pool, Tensor slots, Tensor layer_group) -> ()
+zero_slots.layers(Tensor(a0!)[] pool, Tensor slots, Tensor layer_group) -> ()""")

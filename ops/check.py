@@ -5,6 +5,8 @@ from typing import Iterable, NoReturn, Optional
 import torch
 from torch import Tensor
 
+from .layers import Layers, dtype_of, shape_of
+
 INDEX = (torch.int32, torch.int64)
 FLOAT = (torch.float32, torch.bfloat16, torch.float16)
 I32 = (torch.int32,)
@@ -28,7 +30,8 @@ class Shapes:
     """Binds letters to sizes while shapes are checked against each other.
 
     `shapes("x", x, "B T H P")` records or compares B, T, H and P; a digit stands for itself. None passes for an
-    optional argument. All tensors must share the first one's device. Sizes are then attributes: `shapes.B`.
+    optional argument. All tensors must share the first one's device. Sizes are then attributes: `shapes.B`. A list of
+    layers is checked as if it were stacked.
     """
 
     def __init__(self, op: str):
@@ -36,9 +39,15 @@ class Shapes:
         self.sizes: dict[str, int] = {}
         self.device: Optional[torch.device] = None
 
-    def __call__(self, argument: str, tensor: Optional[Tensor], letters: str, dtypes: Iterable[torch.dtype]) -> None:
+    def __call__(self, argument: str, tensor: Optional[Layers], letters: str, dtypes: Iterable[torch.dtype]) -> None:
         if tensor is None and argument in OPTIONAL[self.op]:
             return
+        if isinstance(tensor, (list, tuple)):
+            self.equal_layers(argument, tensor)
+            layer, inner = letters.split(maxsplit=1)
+            count = self.sizes.setdefault(layer, len(tensor))
+            require(len(tensor) == count, self.op, argument, f"a list of {len(tensor)}", f"{count} layers")
+            argument, tensor, letters = f"{argument}[0]", tensor[0], inner
         self.require_tensor(argument, tensor)
         names = letters.split()
         if tensor.dim() != len(names):
@@ -51,6 +60,17 @@ class Shapes:
         if tensor.dtype not in dtypes:
             fail(self.op, argument, f"of dtype {tensor.dtype}", " or ".join(str(d) for d in dtypes))
         self.same_device(argument, tensor)
+
+    def equal_layers(self, argument: str, layers: list[Tensor]) -> None:
+        """One layer or more, which differ in nothing but their addresses."""
+        require(len(layers) > 0, self.op, argument, "an empty list", "a tensor for each layer")
+        first = layers[0]
+        for i, layer in enumerate(layers):
+            for what in ("shape", "dtype", "device"):
+                got, want = getattr(layer, what), getattr(first, what)
+                require(got == want, self.op, f"{argument}[{i}]", f"of {what} {got}", f"{want} like {argument}[0]")
+            require(layer.stride() == first.stride(), self.op, f"{argument}[{i}]", f"of strides {layer.stride()}",
+                    f"{first.stride()} like {argument}[0]")
 
     def require_tensor(self, argument: str, tensor: Optional[Tensor]) -> None:
         if tensor is None:
@@ -140,6 +160,13 @@ def require_distinct_slots(op: str, argument: str, slots: Tensor) -> None:
         fail(op, argument, slots.tolist(), "every non-null slot at most once")
 
 
+def require_own_memory(op: str, argument: str, pool: Layers, layer_group: Tensor) -> None:
+    """No two layers of one group are one memory: each would be treated twice. On a CPU."""
+    if not isinstance(pool, Tensor) and pool[0].numel():
+        held = [(group, layer.data_ptr()) for group, layer in zip(layer_group.tolist(), pool)]
+        require(len(set(held)) == len(held), op, argument, "one memory for two layers of a group", "one for each")
+
+
 # What the replay, update and materialise ops of every state-space family have in common.
 
 
@@ -147,8 +174,9 @@ def check_scale_and_seed(shapes: Shapes, state, state_scale, scale_letters: str,
     """Row scales go with 8-bit states and no others; stochastic rounding needs a seed."""
     op = shapes.op
     shapes("state_scale", state_scale, scale_letters, F32)
-    require((state_scale is not None) == (state.dtype in EIGHT_BIT), op, "state_scale",
-            "None" if state_scale is None else "given", f"row scales exactly for 8-bit states, not for {state.dtype}")
+    require((state_scale is not None) == (dtype_of(state) in EIGHT_BIT), op, "state_scale",
+            "None" if state_scale is None else "given",
+            f"row scales exactly for 8-bit states, not for {dtype_of(state)}")
     require(philox_rounds >= 0, op, "philox_rounds", philox_rounds, "0 (nearest) or more")
     if seed is not None:
         require(seed.dtype == torch.int64 and seed.numel() == 1, op, "seed",
@@ -221,9 +249,10 @@ def check_materialize(shapes: Shapes, src_slots, dst_slots, ring_start, count, l
 def check_materialize_values(op: str, state, ring_len, src_slots, dst_slots, ring_start, count, layer_group,
                              active_rows) -> None:
     """Values of the plan arguments of a materialise op, on a CPU; only rows that are listed count."""
-    rows, groups = src_slots.shape[1], src_slots.shape[0]
+    rows, groups, slots = src_slots.shape[1], src_slots.shape[0], shape_of(state)[1]
     require_range(op, "layer_group", layer_group, 0, groups - 1)
     require_range(op, "active_rows", active_rows, -1, rows - 1)
+    require_own_memory(op, "state", state, layer_group)
     listed = active_rows[(active_rows < 0).cumsum(0) == 0]
     if listed.unique().numel() != listed.numel():
         fail(op, "active_rows", active_rows.tolist(), "every row at most once")
@@ -233,8 +262,8 @@ def check_materialize_values(op: str, state, ring_len, src_slots, dst_slots, rin
         source, target = src_slots[group, listed], dst_slots[group, listed]
         keep = (planned[group] >= 0) & (source > 0) & (target > 0)
         source, target = source[keep], target[keep]
-        require_range(op, "src_slots", source, 0, state.shape[1] - 1)
-        require_range(op, "dst_slots", target, 0, state.shape[1] - 1)
+        require_range(op, "src_slots", source, 0, slots - 1)
+        require_range(op, "dst_slots", target, 0, slots - 1)
         require_range(op, "ring_start", ring_start[group, listed][keep], 0, ring_len - 1)
         require_distinct_slots(op, "dst_slots", target)
         crossed = (target[:, None] == source[None, :]) & ~torch.eye(len(target), dtype=torch.bool)

@@ -4,6 +4,8 @@ Kernels read and write in no order, so that a tensor which is read must not chan
 clone, but Inductor drops a clone that it takes for idle and then passes one buffer twice. Such a tensor is copied here.
 """
 
+import functools
+
 from torch import Tensor
 
 from .check import fail
@@ -16,9 +18,14 @@ def keep_apart(op, args: tuple) -> tuple:
     are. Without tensors of one storage this is a look at the storages. Where addresses do not exist, while a call is
     traced, there is nothing to do: what is traced is functional.
 
+    In a list two layers may be one and the same memory (pages that layers of different groups take turns at), but they
+    may not overlap otherwise.
+
     Raises:
         ValueError: two arguments that are both written overlap.
     """
+    if any(isinstance(value, (list, tuple)) for value in args):
+        return _keep_lists_apart(op, args)
     storages = [value.untyped_storage()._cdata if isinstance(value, Tensor) else None for value in args]
     written = [i for i in op.written if i < len(args) and storages[i] is not None]
     if all(storages.count(storages[i]) == 1 for i in written):
@@ -35,18 +42,56 @@ def keep_apart(op, args: tuple) -> tuple:
     return tuple(args)
 
 
+def _keep_lists_apart(op, args: tuple) -> tuple:
+    """`keep_apart` where arguments are lists, all of one dtype, shape and stride each."""
+    names, args = list(op.signature.parameters), list(args)
+    tensors = [value if isinstance(value, (list, tuple)) else (value,) if isinstance(value, Tensor) else ()
+               for value in args]
+    storages = [[tensor.untyped_storage()._cdata for tensor in layers] for layers in tensors]
+    shared = {storage for place in op.written if place < len(args) for storage in storages[place]}
+    memory = [(place, layers[0].element_size(), tuple(layers[0].shape), layers[0].stride(),
+               tuple((storage, tensor.data_ptr()) for storage, tensor in zip(storages[place], layers)))
+              for place, layers in enumerate(tensors) if not shared.isdisjoint(storages[place])]
+    for i, layer, j, other in _meetings(tuple(memory), op.written):
+        if j in op.written:
+            fail(op.name, f"{names[j]}[{other}]", f"in the memory of {names[i]}[{layer}]",
+                 "memory of its own, for both are written")
+        args[j] = [tensor.clone() for tensor in args[j]] if isinstance(args[j], (list, tuple)) else args[j].clone()
+    return tuple(args)
+
+
+@functools.lru_cache(maxsize=256)
+def _meetings(memory: tuple, written: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
+    """(place, layer, other place, other layer) of tensors that are written and of others in the same memory, at most
+    one for each pair of places. A host's pools stay where they are, so that the answer is asked for again and again."""
+    by_storage: dict[int, list] = {}
+    for place, size, shape, stride, where in memory:
+        steps = _steps(size, shape, stride)
+        for layer, (storage, address) in enumerate(where):
+            if 0 not in shape:
+                by_storage.setdefault(storage, []).append((place, layer, address, size, steps))
+    found = {}
+    for tensors in by_storage.values():
+        for i, layer, *here in tensors:
+            for j, other, *there in tensors if i in written else ():
+                if (i, layer) == (j, other) or (i == j and here == there):
+                    continue
+                if (i, j) not in found and _meet(*here, *there):
+                    found[i, j] = (i, layer, j, other)
+    return list(found.values())
+
+
 def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one storage have a byte in common. True also for strides that it does not see through."""
     if not a.numel() or not b.numel():
         return False
-    return _meet(a.data_ptr(), a.element_size(), _steps(a), b.data_ptr(), b.element_size(), _steps(b))
+    a, b = ((t.data_ptr(), t.element_size(), _steps(t.element_size(), t.shape, t.stride())) for t in (a, b))
+    return _meet(*a, *b)
 
 
-def _steps(tensor: Tensor) -> list[tuple[int, int]]:
-    """(bytes between neighbours, number) of the dimensions that move, the widest step first."""
-    size = tensor.element_size()
-    return sorted(((stride * size, n) for stride, n in zip(tensor.stride(), tensor.shape) if stride and n > 1),
-                  reverse=True)
+def _steps(size: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(bytes between neighbours, number) of the dimensions that move, the widest step first. size: of an element."""
+    return sorted(((stride * size, n) for stride, n in zip(strides, shape) if stride and n > 1), reverse=True)
 
 
 def _length(width: int, steps: list) -> int:

@@ -19,6 +19,7 @@ from typing import Callable, Iterator, Optional, Union
 import torch
 
 from . import backends, check
+from .layers import Layers
 from .native import kernels as native
 from .overlap import keep_apart
 from .table import LIBRARY, NAMESPACE, OPS, Op
@@ -65,24 +66,60 @@ def register(
         name = body.__name__.removeprefix("_")
         if name in OPS:
             return OPS[name].wrapper
-        schema = name + torch.library.infer_schema(body, mutates_args=mutates)
+        schema = name + torch.library.infer_schema(_stacked(body), mutates_args=mutates)
         kernels = {"cpu": cpu, "cuda": cuda or cpu}
-        op = Op(name, schema, mutates, body, inspect.signature(body), check_values, kernels,
-                flashinfer=flashinfer, inline_on_cpu=inline_on_cpu, cursor_dims=cursor_dims)
-        LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
-        LIBRARY.impl(name, _implementation(op, "cpu"), "CPU")
-        LIBRARY.impl(name, _implementation(op, "cuda"), "CUDA")
-        for device in ("CPU", "CUDA"):
-            LIBRARY.impl(name, _without_autocast(op), f"Autocast{device}")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", _fake(op), lib=LIBRARY)
         hints = typing.get_type_hints(body)
-        check.OPTIONAL[name] = {argument for argument, hint in hints.items() if hint == Optional[torch.Tensor]}
-        op.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+        pools = tuple((place, argument) for place, argument in enumerate(inspect.signature(body).parameters)
+                      if hints[argument] in STACKED)
+        op = Op(name, schema, mutates, body, inspect.signature(body), check_values, kernels,
+                flashinfer=flashinfer, inline_on_cpu=inline_on_cpu, cursor_dims=cursor_dims, pools=pools)
+        op.overload = _define(op, schema)
+        if pools:
+            op.layers_schema = _layer_by_layer(name, schema, pools)
+            op.layers_overload = _define(op, op.layers_schema)
+        optional = (Optional[torch.Tensor], Optional[Layers])
+        check.OPTIONAL[name] = {argument for argument, hint in hints.items() if hint in optional}
         OPS[name] = op
         op.wrapper = _wrapper(op)
         return op.wrapper
 
     return decorate
+
+
+STACKED = {Layers: torch.Tensor, Optional[Layers]: Optional[torch.Tensor]}
+
+
+def _stacked(body: Callable) -> Callable:
+    """Stands for the body where a schema is inferred: pools that may be lists are tensors."""
+    def prototype():
+        pass
+
+    signature = inspect.signature(body)
+    prototype.__signature__ = signature.replace(parameters=[
+        parameter.replace(annotation=STACKED.get(parameter.annotation, parameter.annotation))
+        for parameter in signature.parameters.values()])
+    return prototype
+
+
+def _layer_by_layer(name: str, schema: str, pools: tuple[tuple[int, str], ...]) -> str:
+    """The schema of the overload `layers`, which `infer_schema` could not express: it knows no `Tensor[]?`."""
+    for _, pool in pools:
+        schema = re.sub(rf"(Tensor(?:\(\w+!\))?)(\??) {pool}\b", rf"\1[]\2 {pool}", schema)
+    return f"{name}.layers{schema.removeprefix(name)}"
+
+
+def _define(op: Op, schema: str) -> torch._ops.OpOverload:
+    """Defines one overload of an op, with its kernels and its fake."""
+    name, _, overload_name = schema.split("(")[0].partition(".")
+    qualified = f"{name}.{overload_name}" if overload_name else name
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
+    overload = getattr(getattr(getattr(torch.ops, NAMESPACE), name), overload_name or "default")
+    LIBRARY.impl(qualified, _implementation(op, "cpu"), "CPU")
+    LIBRARY.impl(qualified, _implementation(op, "cuda"), "CUDA")
+    for device in ("CPU", "CUDA"):
+        LIBRARY.impl(qualified, _without_autocast(overload), f"Autocast{device}")
+    torch.library.register_fake(f"{NAMESPACE}::{qualified}", _fake(op), lib=LIBRARY)
+    return overload
 
 
 def _implementation(op: Op, device: str) -> Callable:
@@ -143,7 +180,7 @@ def _shape_cursors(op: Op, args: tuple) -> tuple:
     return tuple(args)
 
 
-def _without_autocast(op: Op) -> Callable:
+def _without_autocast(overload: torch._ops.OpOverload) -> Callable:
     """Kernel of the autocast keys, which nothing but a call under autocast reaches: the call again, without.
 
     The keys alone pass a call on as it is, but the matrix products of a reference kernel would still be cast.
@@ -153,7 +190,7 @@ def _without_autocast(op: Op) -> Callable:
 
     def run(*args, **kwargs):
         with torch._C._ExcludeDispatchKeyGuard(keys):  # as torch.library.register_autocast does
-            return op.overload(*args, **kwargs)
+            return overload(*args, **kwargs)
 
     return run
 
@@ -162,29 +199,49 @@ def _refuse_gradients(op: Op, args: tuple, kwargs: dict) -> None:
     """In the kernels, real and fake, and not as a kernel of the autograd keys: in Python it would double the time of
     a call, also where nothing is recorded."""
     for name, value in (*zip(op.signature.parameters, args), *kwargs.items()):
-        if isinstance(value, torch.Tensor) and value.requires_grad:
-            raise ValueError(f"{op.name}: {name} requires a gradient, expected inference (torch.no_grad())")
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                raise ValueError(f"{op.name}: {name} requires a gradient, expected inference (torch.no_grad())")
 
 
 def _wrapper(op: Op) -> Callable:
-    overload = op.overload
     hints = typing.get_type_hints(op.body)
+    for _, name in op.pools:
+        hints[name] = Union[torch.Tensor, list, tuple, *typing.get_args(hints[name])[2:]]  # None stays
     numbers = [name for name, kind in hints.items() if {int, float} & {kind, *typing.get_args(kind)}]
 
     @functools.wraps(op.body)
     def call(*args, **kwargs):
         if not torch.compiler.is_compiling():
             _check_types(op, hints, args, kwargs)
+            overload, args, kwargs = _choose_overload(op, args, kwargs)
             return overload(*args, **kwargs)
         for name in numbers:  # the schema takes a flag for 0 or 1, and says what other types it expects
             if isinstance(kwargs.get(name), bool):
                 raise TypeError(f"{op.name}: {name} is bool, expected a number")
         if op.inline_on_cpu and _inlines(op, args, kwargs):
             return _inlined(op, args, kwargs)
+        overload, args, kwargs = _choose_overload(op, args, kwargs)
         return overload(*args, **kwargs)
 
     call.__name__ = call.__qualname__ = op.name
     return call
+
+
+def _choose_overload(op: Op, args: tuple, kwargs: dict) -> tuple:
+    """The overload that takes a call, and its arguments. Where one pool is a list, the others become lists too."""
+    given = {name: args[place] if place < len(args) else kwargs.get(name) for place, name in op.pools}
+    if not any(isinstance(pool, (list, tuple)) for pool in given.values()):
+        return op.overload, args, kwargs
+    args, kwargs = list(args), dict(kwargs)
+    for place, name in op.pools:
+        if given[name] is not None:
+            layers = list(given[name].unbind() if isinstance(given[name], torch.Tensor) else given[name])
+            if place < len(args):
+                args[place] = layers
+            else:
+                kwargs[name] = layers
+    return op.layers_overload, tuple(args), kwargs
 
 
 def _inlines(op: Op, args: tuple, kwargs: dict) -> bool:
@@ -237,6 +294,9 @@ def _check_types(op: Op, hints: dict, args: tuple, kwargs: dict) -> None:
         if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
             expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in allowed)
             raise TypeError(f"{op.name}: {name} is {type(value).__name__}, expected {expected}")
+        for layer, tensor in enumerate(value if isinstance(value, (list, tuple)) else ()):
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"{op.name}: {name}[{layer}] is {type(tensor).__name__}, expected Tensor")
 
 
 @contextlib.contextmanager
@@ -255,10 +315,18 @@ def override_kernel(name: str, device: str, kernel: Callable) -> Iterator[None]:
 def lint(op: Op) -> list[str]:
     """Complaints about a registered op: what would break tracing or cost recompiles. Empty if all is well."""
     complaints = []
-    schema = op.overload._schema
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(op.overload.name(), "CPU"):
+    for overload in filter(None, (op.overload, op.layers_overload)):
+        complaints += _lint_overload(op, overload)
+    if not (op.body.__doc__ or "").strip():
+        complaints.append("no docstring")
+    return complaints
+
+
+def _lint_overload(op: Op, overload: torch._ops.OpOverload) -> list[str]:
+    complaints, schema = [], overload._schema
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CPU"):
         complaints.append("no CPU kernel")
-    if torch._library.simple_registry.singleton.find(op.overload.name()).fake_impl.kernel is None:
+    if torch._library.simple_registry.singleton.find(overload.name()).fake_impl.kernel is None:
         complaints.append("no fake implementation")
     for kind, name in re.findall(r"(\S+) (\w+)(?:=[^,)]*)?[,)]", str(schema).split(" ->")[0]):
         if re.fullmatch(r"int(\[\d*\])?\??", kind):
@@ -274,6 +342,4 @@ def lint(op: Op) -> list[str]:
             complaints.append("a mutating op returns Tensor[]")
         if result.alias_info is not None:
             complaints.append("a returned tensor aliases an argument")
-    if not (op.body.__doc__ or "").strip():
-        complaints.append("no docstring")
     return complaints

@@ -7,6 +7,7 @@ from typing import Callable
 import torch
 from torch import Tensor
 
+from .layers import dtype_of
 from .rounding import bits, load_state, store_state
 
 
@@ -144,7 +145,7 @@ def materialize_layers(
         scale = None if state_scale is None else state_scale[layer]
         source, target = src_slots[group].long(), dst_slots[group].long()
         copied = (planned[group] & (count[group] == 0)).nonzero().squeeze(1)
-        exact = state[layer].view(bits(state.dtype))
+        exact = state[layer].view(bits(dtype_of(state)))
         exact[target[copied]] = exact[source[copied]]
         if scale is not None:
             scale[target[copied]] = scale[source[copied]]

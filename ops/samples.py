@@ -69,6 +69,43 @@ def table(op, builder, cases):
     return [Sample(op, name, lambda rng, options=options: builder(rng, **options)) for name, options in cases.items()]
 
 
+def layer_by_layer(builder, *places: int, together: bool = False):
+    """The builder of the same call whose stacked pools, at these places of the arguments, are lists of layers.
+
+    Each pool lies in pages of its own, or all lie in the same pages: `together`, which torch.compile does not take.
+    """
+    def build(rng: Rng, **options):
+        args, kwargs = builder(rng, **options)
+        args = list(args)
+        given = [place for place in places if args[place] is not None]
+        for part in [given] if together else [[place] for place in given]:
+            for place, layers in zip(part, page_views([args[place] for place in part])):
+                args[place] = layers
+        return tuple(args), kwargs
+    return build
+
+
+def page_views(pools: list[Tensor]) -> list[list[Tensor]]:
+    """Stacked pools [L, S, ...] as a host may keep them: a page for each layer and slot, in one storage, that holds the
+    slot's part of every pool. Addresses are aligned to the element's size and no better; bytes in between are 255."""
+    begins, size, widest = [], 0, max(pool.element_size() for pool in pools)
+    for pool in pools:
+        begins.append(-(-size // 16) * 16 + pool.element_size())
+        size = begins[-1] + pool[0, 0].numel() * pool.element_size()
+    size = -(-size // 16) * 16 + widest
+    layers, slots = pools[0].shape[:2]
+    storage = torch.full((layers * slots * size,), 255, dtype=torch.uint8, device=pools[0].device)
+    views = []
+    for pool, begin in zip(pools, begins):
+        width, inner = pool.element_size(), torch.empty(pool.shape[2:], dtype=torch.uint8, device="meta").stride()
+        places = [(layer * slots * size + begin) // width for layer in range(layers)]
+        views.append([storage.view(pool.dtype).as_strided(pool.shape[1:], (size // width, *inner), place)
+                      for place in places])
+        for view, values in zip(views[-1], pool):
+            view.copy_(values)
+    return views
+
+
 # Draws that several families share.
 
 

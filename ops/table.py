@@ -36,6 +36,9 @@ class Op:
     overridden: set[str] = field(default_factory=set)
     cursor_dims: Optional[int] = None
     written: tuple[int, ...] = ()  # places of `mutates` among the arguments
+    pools: tuple[tuple[int, str], ...] = ()  # places and names of the arguments that may be lists, see layers.py
+    layers_schema: str = ""
+    layers_overload: Optional[torch._ops.OpOverload] = None  # takes lists for all of `pools`
     cursors: tuple[int, ...] = ()  # places of the cursors
 
     def __post_init__(self):
@@ -43,6 +46,11 @@ class Op:
         self.written = tuple(names.index(name) for name in self.mutates)
         if self.cursor_dims is not None:
             self.cursors = tuple(names.index(name) for name in ("ring_start", "ring_committed"))
+
+    def overload_of(self, arguments: dict) -> torch._ops.OpOverload:
+        """The overload that takes these arguments, by name."""
+        lists = any(isinstance(arguments.get(name), (list, tuple)) for _, name in self.pools)
+        return self.layers_overload if lists else self.overload
 
     def kernel(self, device: str) -> Callable:
         found = self.kernels[device]

@@ -14,10 +14,12 @@ from torch_replay.ops.gdn import samples as gdn
 from torch_replay.ops.kda import samples as kda
 from torch_replay.ops.mamba2 import samples as mamba2
 from torch_replay.ops.ring import samples as ring
+from torch_replay.ops.samples import layer_by_layer
 from torch_replay.ops.tokens import samples as tokens
 
 F32, BF16 = torch.float32, torch.bfloat16
 STEPS = [dict(state_dtype=F32, tokens=1), dict(state_dtype=BF16, tokens=4)]
+LAYERS = 24  # tensors in a list of layers
 ODD_RING = dict(window=7, ring_len=13)
 NEMOTRON = dict(heads=128, dim=64, state_dim=128)
 QWEN = dict(key_heads=16, heads=32, key_dim=128, value_dim=128)
@@ -37,6 +39,8 @@ def mamba2_cases() -> list[tuple]:
         *cases("mamba2_replay", mamba2.replay, odd, usual=False),
         *cases("mamba2_update", mamba2.update, *(shape | step for step in STEPS)),
         *cases("mamba2_materialize", mamba2.materialize, layer),
+        *cases("mamba2_materialize", layer_by_layer(mamba2.materialize, 0, 1, 2, 3),
+               dict(layer, heads=8, layers=LAYERS)),
     ]
 
 
@@ -47,6 +51,8 @@ def delta_cases(family: str, builders) -> list[tuple]:
         *cases(f"{family}_replay", builders.replay, *(shape | step for step in STEPS)),
         *cases(f"{family}_update", builders.update, *(shape | step for step in STEPS)),
         *cases(f"{family}_materialize", builders.materialize, layer),
+        *cases(f"{family}_materialize", layer_by_layer(builders.materialize, 0, 1, 2, 3),
+               dict(layer, key_heads=2, heads=4, layers=LAYERS)),
     ]
 
 
@@ -76,6 +82,8 @@ def conv_cases() -> list[tuple]:
         *cases("copy_slots", conv.slots, dict(rows=8, shape=(10240, 4))),
         *cases("copy_slots", conv.slots, dict(rows=65, shape=(3, 5, 7), strided=True), usual=False),
         *cases("zero_slots", conv.zeroed, dict(rows=8, shape=(10240, 4))),
+        *cases("copy_slots", layer_by_layer(conv.slots, 0), dict(rows=8, shape=(512, 4), layers=LAYERS)),
+        *cases("zero_slots", layer_by_layer(conv.zeroed, 0), dict(rows=8, shape=(512, 4), layers=LAYERS)),
         *cases("zero_slots", conv.zeroed, dict(rows=65, shape=(3, 5, 7), strided=True), usual=False),
     ]
 

@@ -32,7 +32,18 @@ def assert_close(name: str, got: torch.Tensor, want: torch.Tensor, ratio: float)
     assert error <= ratio, f"{name}: RMS ratio {error:.3g}, expected at most {ratio:g}"
 
 
+def stacked(value):
+    """One tensor [L, ...] for a list of layers."""
+    if not isinstance(value, list):
+        return value
+    # float8 cannot be stacked everywhere
+    words = [layer.view(torch.uint8) if layer.dtype.itemsize == 1 else layer for layer in value]
+    return torch.stack(words).view(value[0].dtype)
+
+
 def clone(value, to64: bool = False):
+    if isinstance(value, list):
+        return [clone(layer, to64) for layer in value]
     if not isinstance(value, torch.Tensor):
         return value
     if to64 and value.is_floating_point():
@@ -45,7 +56,8 @@ def clone(value, to64: bool = False):
 
 
 def raw(value: torch.Tensor) -> torch.Tensor:
-    """Bytes, so that NaN equals NaN and float8 can be compared."""
+    """Bytes, so that NaN equals NaN and float8 can be compared. Of layers, all."""
+    value = stacked(value)
     return value.contiguous().view(torch.uint8) if value.dim() else value.reshape(1).view(torch.uint8)
 
 
@@ -71,17 +83,19 @@ def poisoned_outputs():
 def call(op: str, arguments: dict):
     """Runs the op on named arguments; returns its outputs as a tuple."""
     with poisoned_outputs():
-        out = OPS[op].overload(**arguments)
+        out = OPS[op].overload_of(arguments)(**arguments)
     return () if out is None else out if isinstance(out, tuple) else (out,)
 
 
 def assert_refused(run, arguments: dict, message: str) -> None:
     """`run(**arguments)` raises a ValueError that matches `message`, and has written to no tensor."""
-    before = {name: clone(value) for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    before = {name: clone(value) for name, value in arguments.items() if isinstance(value, (torch.Tensor, list))}
     with pytest.raises(ValueError, match=message):
         run(**arguments)
     for name, value in before.items():
-        assert torch.equal(raw(arguments[name]), raw(value)), name
+        now = arguments[name]
+        for a, b in zip(now, value, strict=True) if isinstance(value, list) else ((now, value),):
+            assert torch.equal(raw(a), raw(b)), name
 
 
 def failing_kernel(op: str, after: int, error: type[Exception]):
@@ -101,21 +115,22 @@ def check_sample(sample, truth, device: str = "cpu", dtype: torch.dtype = torch.
     """`truth(**arguments)` gets float64 copies. `skip` names mutated arguments that a test of its own compares."""
     arguments = named(sample.op, *sample.make(device, dtype, seed))
     before = {name: clone(value) for name, value in arguments.items()}
-    want = {name: clone(value, to64=True) for name, value in arguments.items()}
+    want = {name: clone(stacked(value), to64=True) for name, value in arguments.items()}
     want = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in want.items()}
     expected = truth(**want)
     expected = () if expected is None else expected if isinstance(expected, tuple) else (expected,)
     got = call(sample.op, arguments)
     assert len(got) == len(expected)
     # a token is rounded to the ring's dtype before use, so that replaying it later gives the same state
-    floor = max([RATIO[v.dtype] for k, v in arguments.items() if k.endswith("_ring") and v.is_floating_point()] or [0])
+    rings = [stacked(value) for name, value in arguments.items() if name.endswith("_ring")]
+    floor = max([RATIO[ring.dtype] for ring in rings if ring.is_floating_point()] or [0])
     for index, (result, value) in enumerate(zip(got, expected)):
         compare(f"{sample}: output {index}", result, value, floor)
     for name, value in arguments.items():
-        if not isinstance(value, torch.Tensor) or name in skip:
+        if not isinstance(value, (torch.Tensor, list)) or name in skip:
             continue
         if name in OPS[sample.op].mutates:
-            compare(f"{sample}: {name}", value, want[name], floor)
+            compare(f"{sample}: {name}", stacked(value), want[name], floor)
         else:
             assert torch.equal(raw(value), raw(before[name])), f"{sample}: {name} was written"
 

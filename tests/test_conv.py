@@ -3,7 +3,7 @@
 import pytest
 import torch
 import truth_conv
-from harness import assert_close, assert_refused, call, check_sample, named, raw
+from harness import assert_close, assert_refused, call, check_sample, named, raw, stacked
 
 from torch_replay.ops.conv import naive
 from torch_replay.ops.conv import samples as draw
@@ -24,6 +24,7 @@ def check_bytes(sample):
     """Pools compare as bytes: copies and zeros are exact in every dtype, NaN included."""
     arguments, want = (named(sample.op, *sample.make()) for _ in range(2))
     call(sample.op, arguments)
+    want["pool"] = stacked(want["pool"])
     getattr(truth_conv, sample.op)(**dict(want, pool=naive.as_integers(want["pool"])))
     for name, value in arguments.items():
         assert torch.equal(raw(value), raw(want[name])), f"{sample}: {name}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import named, raw
+from harness import named, raw, stacked
 from tiny import engine, tiny_model
 
 import torch_replay
@@ -61,9 +61,10 @@ def test_an_allocation_without_dtype_is_found():
 def run(sample) -> list[torch.Tensor]:
     """The sample's arguments, what the op returns, and the arguments after it."""
     before, arguments = named(sample.op, *sample.make()), named(sample.op, *sample.make())
-    out = OPS[sample.op].overload(**arguments)
+    out = OPS[sample.op].overload_of(arguments)(**arguments)
     out = () if out is None else out if isinstance(out, tuple) else (out,)
-    return [value for value in (*before.values(), *out, *arguments.values()) if isinstance(value, torch.Tensor)]
+    values = map(stacked, (*before.values(), *out, *arguments.values()))
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -24,18 +24,20 @@ def fakes(arguments: dict, **elsewhere: str) -> dict:
     def fake(key, value):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=elsewhere.get(key, "cuda:0"))
 
-    return {key: fake(key, value) if isinstance(value, torch.Tensor) else value for key, value in arguments.items()}
+    return {key: fake(key, value) if isinstance(value, torch.Tensor) else
+            [fake(key, layer) for layer in value] if isinstance(value, list) else value
+            for key, value in arguments.items()}
 
 
 @pytest.mark.parametrize("sample", FULL, ids=str)
 def test_two_devices(sample):
     """A tensor on another GPU than the first argument's is named in a ValueError, whichever it is."""
     arguments = named(sample.op, *sample.make())
-    _, *others = [key for key, value in arguments.items() if isinstance(value, torch.Tensor)]
+    _, *others = [key for key, value in arguments.items() if isinstance(value, (torch.Tensor, list))]
     with FakeTensorMode():
         OPS[sample.op].body(**fakes(arguments))
         for key in others:
-            with pytest.raises(ValueError, match=rf"{sample.op}: {key} is on cuda:1, expected on cuda:0"):
+            with pytest.raises(ValueError, match=rf"{sample.op}: {key}(\[0\])? is on cuda:1, expected on cuda:0"):
                 OPS[sample.op].body(**fakes(arguments, **{key: "cuda:1"}))
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import truth_gdn
-from harness import assert_close, assert_refused, call, check_sample, clone, named, raw, rms_ratio
+from harness import assert_close, assert_refused, call, check_sample, clone, named, raw, rms_ratio, stacked
 
 from torch_replay.ops.gdn import naive
 from torch_replay.ops.gdn.op import gdn_materialize, gdn_replay, gdn_update
@@ -59,11 +59,13 @@ def test_token_counts(tokens, window, ring):
 def test_eight_bit_state(sample):
     """An 8-bit state decodes to the truth within its precision, and rows that do not flush keep their bytes."""
     arguments = named(sample.op, *sample.make())
-    state, scale = arguments["state"].clone(), arguments["state_scale"].clone()
-    want = double(dict(arguments, state=truth_gdn.decoded(state, scale), state_scale=None))
+    before = {name: stacked(clone(value)) for name, value in arguments.items()}
+    state, scale = before["state"], before["state_scale"]
+    want = double(dict(before, state=truth_gdn.decoded(state, scale), state_scale=None))
     untouched = want["state"].clone()
     getattr(truth_gdn, sample.op)(**want)
     call(sample.op, arguments)
+    arguments = {name: stacked(value) for name, value in arguments.items()}
     same = (want["state"] == untouched).flatten(-3).all(-1)
     assert same.any() and not same.all()
     assert torch.equal(arguments["state"].view(torch.uint8)[same], state.view(torch.uint8)[same])

@@ -58,11 +58,16 @@ def grown(op: str, arguments: dict, monkeypatch) -> dict:
         OPS[op].body(**arguments)
     sizes = GROWN | KEPT_TOKENS.get(op, {})
     large = {}
+
+    def like(tensor, names):
+        return torch.empty([sizes.get(letter, size) for letter, size in zip(names, tensor.shape, strict=True)],
+                           dtype=tensor.dtype, device="meta")
+
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor):
-            names = letters.get(name) or [""] * value.dim()
-            value = torch.empty([sizes.get(letter, size) for letter, size in zip(names, value.shape, strict=True)],
-                                dtype=value.dtype, device="meta")
+            value = like(value, letters.get(name) or [""] * value.dim())
+        elif isinstance(value, list):
+            value = [like(layer, [""] * layer.dim()) for layer in value]
         large[name] = value
     return large
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import truth_mamba2
-from harness import assert_close, assert_refused, call, check_sample, named
+from harness import assert_close, assert_refused, call, check_sample, clone, named, stacked
 
 from torch_replay.ops import mamba2_replay
 from torch_replay.ops.mamba2 import naive
@@ -36,12 +36,14 @@ def test_bf16_against_truth(sample):
 def test_eight_bit_state(sample):
     """An 8-bit state decodes to the truth within its precision, and rows that do not flush keep their bytes."""
     arguments = named(sample.op, *sample.make())
-    state, scale = arguments["state"].clone(), arguments["state_scale"].clone()
-    want = dict(arguments, state=truth_mamba2.decoded(state, scale), state_scale=None)
+    before = {name: stacked(clone(value)) for name, value in arguments.items()}
+    state, scale = before["state"], before["state_scale"]
+    want = dict(before, state=truth_mamba2.decoded(state, scale), state_scale=None)
     want = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in want.items()}
     untouched = want["state"].clone()
     getattr(truth_mamba2, sample.op)(**want)
     call(sample.op, arguments)
+    arguments = {name: stacked(value) for name, value in arguments.items()}
     same = (want["state"] == untouched).flatten(-3).all(-1)
     assert same.any() and not same.all()
     assert torch.equal(arguments["state"].view(torch.uint8)[same], state.view(torch.uint8)[same])

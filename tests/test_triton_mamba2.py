@@ -3,7 +3,7 @@
 import pytest
 import torch
 import truth_mamba2
-from harness import assert_close, call, check_sample, named, poisoned_outputs
+from harness import assert_close, call, check_sample, clone, named, poisoned_outputs, stacked
 from triton_harness import DEVICE, DTYPES, GPU, on_device, triton_kernel
 
 from torch_replay.ops import mamba2_replay, rounding
@@ -76,17 +76,18 @@ def test_fp16_operands(name):
 def test_eight_bit_state(sample):
     """An 8-bit state decodes to the truth within its precision, and rows that do not flush keep their bytes."""
     arguments = arguments_of(sample)
-    before = arguments["state"].clone()
-    want = in64(dict(arguments, state=truth_mamba2.decoded(arguments["state"], arguments["state_scale"]),
-                     state_scale=None))
+    first = {name: stacked(clone(value)) for name, value in arguments.items()}
+    before = first["state"]
+    want = in64(dict(first, state=truth_mamba2.decoded(before, first["state_scale"]), state_scale=None))
     untouched = want["state"].clone()
     getattr(truth_mamba2, sample.op)(**want)
     launch(sample.op, arguments)
     same = (want["state"] == untouched).flatten(-3).all(-1)
     assert same.any() and not same.all()
-    now = arguments["state"].view(torch.uint8).cpu()
+    state, scale = (stacked(arguments[name]).cpu() for name in ("state", "state_scale"))
+    now = state.view(torch.uint8)
     assert torch.equal(now[same], before.view(torch.uint8).cpu()[same])
-    got = truth_mamba2.decoded(arguments["state"].cpu(), arguments["state_scale"].cpu())
+    got = truth_mamba2.decoded(state, scale)
     assert_close("state", got[~same], want["state"][~same], 5e-2 if before.dtype == torch.float8_e4m3fn else 2e-2)
 
 

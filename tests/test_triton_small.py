@@ -7,7 +7,7 @@ import torch
 import truth_conv
 import truth_ring
 import truth_tokens
-from harness import RATIO, assert_close, call, check_sample, clone, named, raw
+from harness import RATIO, assert_close, call, check_sample, clone, named, raw, stacked
 from triton_harness import DEVICE, DTYPES, GPU, on_device, triton_kernel
 
 from torch_replay.ops.conv import naive as conv_naive
@@ -44,11 +44,11 @@ def check(sample, dtype=torch.float32, seed=0):
 def check_bytes(sample, dtype=torch.float32, seed=0):
     """Pools compare as bytes: copies and zeros are exact in every dtype, NaN included."""
     arguments = named(sample.op, *sample.make(DEVICE, dtype, seed))
-    want = {name: clone(value).cpu() for name, value in arguments.items()}
+    want = {name: stacked(clone(value)).cpu() for name, value in arguments.items()}
     call(sample.op, arguments)
     getattr(truth_conv, sample.op)(**dict(want, pool=conv_naive.as_integers(want["pool"])))
     for name, value in arguments.items():
-        assert torch.equal(raw(value.cpu()), raw(want[name])), f"{sample}: {name}"
+        assert torch.equal(raw(stacked(value).cpu()), raw(want[name])), f"{sample}: {name}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

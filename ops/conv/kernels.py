@@ -2,11 +2,15 @@
 
 import functools
 import math
+import operator
+from typing import Iterable
 
 import torch
 import triton
 import triton.language as tl
 
+from ..layers import Layers, dtype_of, shape_of, strides_of, tensors_of
+from ..triton_layers import layer_pointer
 from ..triton_rows import row_strides, row_tokens
 from .naive import as_integers
 
@@ -139,7 +143,7 @@ def _copy_slots_kernel(
     target = tl.load(p_dst + i_group * dst_group + row * dst_row, mask=listed, other=0).to(tl.int64)
     moved = (source > 0) & (target > 0) & (source != target)
     count = tl.sum(moved.to(tl.int32), 0)
-    p_pool = p_pool.to(tl.pointer_type(WORD), bitcast=True) + i_layer * pool_layer
+    p_pool = layer_pointer(p_pool, i_layer, pool_layer, WORD)
     if count > FEW:
         _move_chunks(p_pool, pool_slot, source, target, moved, words, size_0, size_1, stride_0, stride_1, stride_2,
                      SLOT_DIMS, WORDS // ROWS if WORDS > 8 * ROWS else 8)
@@ -184,9 +188,23 @@ def _programs(device) -> int:
     return 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 6
 
 
-def _parts(pool) -> tuple:
+def _layout(pool: Layers) -> tuple:
+    misaligned = functools.reduce(operator.or_, (tensor.data_ptr() % 8 for tensor in tensors_of(pool)))
+    return _slot_layout(shape_of(pool), strides_of(pool), dtype_of(pool).itemsize, misaligned)
+
+
+def _words_of(pool: Layers) -> tuple:
+    """The tensors of a pool as a kernel takes them."""
+    return tuple(map(as_integers, tensors_of(pool)))
+
+
+def _parts(pool: Layers) -> Iterable[Layers]:
     """A pool of too many dimensions, cut along the outermost one of a slot."""
-    return pool.unbind(max(range(2, pool.dim()), key=lambda d: (pool.shape[d] > 1) * pool.stride(d)))
+    shape, strides = shape_of(pool), strides_of(pool)
+    outermost = max(range(2, len(shape)), key=lambda d: (shape[d] > 1) * strides[d])
+    if isinstance(pool, torch.Tensor):
+        return pool.unbind(outermost)
+    return map(list, zip(*(layer.unbind(outermost - 1) for layer in pool)))
 
 
 def copy_slots(pool, src_slots, dst_slots, layer_group, active_rows) -> None:
@@ -195,11 +213,10 @@ def copy_slots(pool, src_slots, dst_slots, layer_group, active_rows) -> None:
     One launch for every slot of at most three dimensions that do not merge; a launch per index of the outermost
     dimension beyond that, which keeps the guarantee, for the words of different launches are different ones.
     """
-    if not pool.numel():
+    if 0 in shape_of(pool):
         return
-    layers, rows = pool.shape[0], active_rows.shape[0]
-    word, pool_layer, pool_slot, dims = _slot_layout(
-        tuple(pool.shape), pool.stride(), pool.element_size(), pool.data_ptr() % 8)
+    layers, rows = len(layer_group), len(active_rows)
+    word, pool_layer, pool_slot, dims = _layout(pool)
     if len(dims) > DIMS:
         for part in _parts(pool):
             copy_slots(part, src_slots, dst_slots, layer_group, active_rows)
@@ -207,9 +224,9 @@ def copy_slots(pool, src_slots, dst_slots, layer_group, active_rows) -> None:
     words = math.prod(size for size, _ in dims)
     (size_0, stride_0), (size_1, stride_1), (_, stride_2) = (*dims, (1, 0), (1, 0))[:DIMS]
     capacity = next((size for size in (64, 256, 1024) if rows <= size), triton.next_power_of_2(rows))
-    programs = min(triton.cdiv(_programs(pool.device), layers), triton.cdiv(words, max(8, WORDS // capacity)))
+    programs = min(triton.cdiv(_programs(layer_group.device), layers), triton.cdiv(words, max(8, WORDS // capacity)))
     _copy_slots_kernel[(programs, layers)](
-        as_integers(pool), pool_layer, pool_slot, src_slots, *src_slots.stride(), dst_slots, *dst_slots.stride(),
+        _words_of(pool), pool_layer, pool_slot, src_slots, *src_slots.stride(), dst_slots, *dst_slots.stride(),
         layer_group, layer_group.stride(0), active_rows, active_rows.stride(0), rows, words, size_0, size_1, stride_0,
         stride_1, stride_2, SLOT_DIMS=len(dims), WORD=WORD_TYPES[word], ROWS=capacity, FEW=FEW, WORDS=WORDS,
         num_warps=8)
@@ -225,7 +242,7 @@ def _zero_slots_kernel(
     i_group = tl.load(p_layer_group + i_layer * layer_group_stride).to(tl.int64)
     slot = tl.load(p_slots + i_group * slots_group + i_row * slots_row).to(tl.int64)
     if slot > 0:
-        p_slot = p_pool.to(tl.pointer_type(WORD), bitcast=True) + i_layer * pool_layer + slot * pool_slot
+        p_slot = layer_pointer(p_pool, i_layer, pool_layer, WORD) + slot * pool_slot
         for i_chunk in range(tl.program_id(0) % programs, tl.cdiv(words, WORDS), programs):
             o = i_chunk * WORDS + tl.arange(0, WORDS)
             offset = _word_offsets(o, size_0, size_1, stride_0, stride_1, stride_2, SLOT_DIMS)
@@ -234,11 +251,10 @@ def _zero_slots_kernel(
 
 def zero_slots(pool, slots, layer_group) -> None:
     """One launch, as for `copy_slots`; rows without a slot end at once."""
-    layers, rows = pool.shape[0], slots.shape[1]
-    if not (pool.numel() and rows):
+    layers, rows = len(layer_group), slots.shape[1]
+    if 0 in shape_of(pool) or not rows:
         return
-    word, pool_layer, pool_slot, dims = _slot_layout(
-        tuple(pool.shape), pool.stride(), pool.element_size(), pool.data_ptr() % 8)
+    word, pool_layer, pool_slot, dims = _layout(pool)
     if len(dims) > DIMS:
         for part in _parts(pool):
             zero_slots(part, slots, layer_group)
@@ -247,6 +263,6 @@ def zero_slots(pool, slots, layer_group) -> None:
     (size_0, stride_0), (size_1, stride_1), (_, stride_2) = (*dims, (1, 0), (1, 0))[:DIMS]
     programs = min(8, triton.cdiv(words, WORDS))
     _zero_slots_kernel[(rows * programs, layers)](
-        as_integers(pool), pool_layer, pool_slot, slots, *slots.stride(), layer_group, layer_group.stride(0), words,
+        _words_of(pool), pool_layer, pool_slot, slots, *slots.stride(), layer_group, layer_group.stride(0), words,
         programs, size_0, size_1, stride_0, stride_1, stride_2, SLOT_DIMS=len(dims), WORD=WORD_TYPES[word], WORDS=WORDS,
         num_warps=8)

@@ -48,6 +48,10 @@ def listed_rows(active_rows: Tensor) -> Tensor:
 
 
 def copy_slots(pool, src_slots, dst_slots, layer_group, active_rows) -> None:
+    if not isinstance(pool, Tensor):
+        for layer, values in enumerate(pool):  # as a stack of one
+            copy_slots(values[None], src_slots, dst_slots, layer_group[layer : layer + 1], active_rows)
+        return
     listed, group = listed_rows(active_rows), layer_group.long()
     source, target = src_slots[:, listed][group].long(), dst_slots[:, listed][group].long()
     layer, row = ((source > 0) & (target > 0)).nonzero(as_tuple=True)
@@ -57,6 +61,10 @@ def copy_slots(pool, src_slots, dst_slots, layer_group, active_rows) -> None:
 
 
 def zero_slots(pool, slots, layer_group) -> None:
+    if not isinstance(pool, Tensor):
+        for layer, values in enumerate(pool):
+            zero_slots(values[None], slots, layer_group[layer : layer + 1])
+        return
     found = slots[layer_group.long()].long()
     layer, row = (found > 0).nonzero(as_tuple=True)
     as_integers(pool)[layer, found[layer, row]] = 0

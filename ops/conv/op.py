@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import check
 from ..check import FLOAT, INDEX, Shapes, TokenShapes, require
+from ..layers import Layers, dtype_of, shape_of
 from ..registry import register
 from . import naive
 
@@ -81,23 +82,25 @@ def _copy_values(pool, src_slots, dst_slots, layer_group, active_rows) -> None:
     groups, rows = src_slots.shape
     check.require_range(op, "layer_group", layer_group, 0, groups - 1)
     check.require_range(op, "active_rows", active_rows, -1, rows - 1)
+    check.require_own_memory(op, "pool", pool, layer_group)
     listed = naive.listed_rows(active_rows)
     for group in range(groups):
         source, target = src_slots[group, listed], dst_slots[group, listed]
-        check.require_range(op, "src_slots", source, 0, pool.shape[1] - 1)
-        check.require_range(op, "dst_slots", target, 0, pool.shape[1] - 1)
+        check.require_range(op, "src_slots", source, 0, shape_of(pool)[1] - 1)
+        check.require_range(op, "dst_slots", target, 0, shape_of(pool)[1] - 1)
         check.require_distinct_slots(op, "dst_slots", target[source > 0])
 
 
 @register(mutates=("pool",), cpu=naive.copy_slots, cuda="torch_replay.ops.conv.kernels", check_values=_copy_values)
-def copy_slots(pool: Tensor, src_slots: Tensor, dst_slots: Tensor, layer_group: Tensor, active_rows: Tensor) -> None:
+def copy_slots(pool: Layers, src_slots: Tensor, dst_slots: Tensor, layer_group: Tensor, active_rows: Tensor) -> None:
     """Copies whole slots of a pool, bit for bit, of all layers at once: pool[l, dst] = pool[l, src].
 
     Layer l takes its slots from row layer_group[l] of src_slots and dst_slots. All reads come before all writes: one
     row's destination may be another row's source (1 to 2 and 2 to 3 in one call), and each gets what was there before.
 
     Args:
-        pool: [L, S, ...] of any dtype of 1, 2, 4 or 8 bytes and any number of trailing dims. Mutated: destinations.
+        pool: [L, S, ...], or a list of L tensors [S, ...] (see ops/layers.py), of any dtype of 1, 2, 4 or 8 bytes and
+            any number of trailing dims. Mutated: destinations.
         src_slots, dst_slots: [G, B]; a null slot (0) on either side skips. Destinations of one group are distinct.
         layer_group: [L], group of each layer.
         active_rows: [B], the batch rows to treat; the first -1 ends the list.
@@ -112,31 +115,35 @@ def copy_slots(pool: Tensor, src_slots: Tensor, dst_slots: Tensor, layer_group: 
     shapes("active_rows", active_rows, "B", INDEX)
 
 
-def _check_pool(shapes: Shapes, pool: Tensor, layer_group: Tensor) -> None:
+def _check_pool(shapes: Shapes, pool: Layers, layer_group: Tensor) -> None:
     """A pool [L, S, ...] of any dtype that moves as integers, and the groups of its layers."""
-    op = shapes.op
-    shapes.same_device("pool", pool)
-    require(pool.dim() >= 2, op, "pool", f"of shape {tuple(pool.shape)}", "[L, S, ...]")
-    require(not pool.is_complex() and pool.element_size() in naive.SAME_WIDTH, op, "pool", f"of dtype {pool.dtype}",
+    op, stacked = shapes.op, not isinstance(pool, (list, tuple))
+    if not stacked:
+        shapes.equal_layers("pool", pool)
+    shapes.same_device("pool", pool if stacked else pool[0])
+    dims, shape, dtype = ("[L, S, ...]" if stacked else "[S, ...] a layer"), shape_of(pool), dtype_of(pool)
+    require(len(shape) >= 2, op, "pool", f"of shape {shape[not stacked:]}", dims)
+    require(not dtype.is_complex and dtype.itemsize in naive.SAME_WIDTH, op, "pool", f"of dtype {dtype}",
             "a dtype of 1, 2, 4 or 8 bytes, not complex")
     shapes("layer_group", layer_group, "L", INDEX)
-    require(layer_group.shape[0] == pool.shape[0], op, "layer_group", f"of shape {tuple(layer_group.shape)}",
-            f"[L] with L = {pool.shape[0]}")
+    require(layer_group.shape[0] == shape[0], op, "layer_group", f"of shape {tuple(layer_group.shape)}",
+            f"[L] with L = {shape[0]}")
 
 
 def _zero_values(pool, slots, layer_group) -> None:
     check.require_range("zero_slots", "layer_group", layer_group, 0, slots.shape[0] - 1)
-    check.require_range("zero_slots", "slots", slots, 0, pool.shape[1] - 1)
+    check.require_range("zero_slots", "slots", slots, 0, shape_of(pool)[1] - 1)
 
 
 @register(mutates=("pool",), cpu=naive.zero_slots, cuda="torch_replay.ops.conv.kernels", check_values=_zero_values)
-def zero_slots(pool: Tensor, slots: Tensor, layer_group: Tensor) -> None:
+def zero_slots(pool: Layers, slots: Tensor, layer_group: Tensor) -> None:
     """Zeroes whole slots of a pool, of all layers at once: pool[l, slots[layer_group[l], b]] = 0 for every row b.
 
     An op, because plain torch would gather the slots to tell null ones apart: rows times a state of all layers.
 
     Args:
-        pool: [L, S, ...] of any dtype of 1, 2, 4 or 8 bytes and any number of trailing dims. Mutated: the slots.
+        pool: [L, S, ...], or a list of L tensors [S, ...] (see ops/layers.py), of any dtype of 1, 2, 4 or 8 bytes and
+            any number of trailing dims. Mutated: the slots.
         slots: [G, B]; a null slot (0) skips. A slot may be named more than once.
         layer_group: [L], group of each layer.
 

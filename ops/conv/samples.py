@@ -2,7 +2,7 @@
 
 import torch
 
-from ..samples import Rng, pack_rows, query_lengths, row_slots, table
+from ..samples import Rng, layer_by_layer, pack_rows, query_lengths, row_slots, table
 
 
 def conv(rng: Rng, rows=3, tokens=1, dim=12, width=4, ring_len=None, padded=0, ragged=False, strided=False, bias=True,
@@ -96,4 +96,13 @@ SAMPLES = table("conv_replay", conv, {
     "bf16_many_rows": dict(dtype=torch.bfloat16, groups=3, rows=70, shape=(3, 5)),
     "long": dict(rows=3, shape=(3, 4100)),
     "fp8": dict(dtype=torch.float8_e4m3fn),
+}) + table("copy_slots", layer_by_layer(slots, 0), {
+    "layers": dict(layers=4),
+    "layers_one_bf16": dict(layers=1, groups=1, dtype=torch.bfloat16),
+    "layers_int8": dict(dtype=torch.int8, shape=(3, 7)),
+    "layers_of_numbers": dict(shape=(), dtype=torch.int64),
+}) + table("zero_slots", layer_by_layer(zeroed, 0), {
+    "layers": dict(layers=4),
+    "layers_one_bf16": dict(layers=1, groups=1, dtype=torch.bfloat16),
+    "layers_long_int8": dict(dtype=torch.int8, shape=(3, 4101)),
 })

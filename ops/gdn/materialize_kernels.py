@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..layers import dtype_of, shape_of, tensors_of
+from ..triton_layers import layer_pointer, pool_arguments
 from ..triton_rounding import state_kind
 from .tiles import add_rows, channels, load_tile, programs_of, split_rows, store_tile, strided, tiling_of
 
@@ -48,13 +50,14 @@ def _materialize_gdn_kernel(
         dst = tl.load(p_dst + group * s_dst[0] + row * s_dst[1]).to(tl.int64)
         count = tl.load(p_count + group * s_count[0] + row * s_count[1]).to(tl.int32)
         if (count >= 0) & (src > 0) & (dst > 0):
-            p_tiles = p_state + layer * s_state[0] + head * s_state[2]
+            p_tiles = layer_pointer(p_state, layer, s_state[0]) + head * s_state[2]
             p_tiles += (o_row * s_state[3])[:, None] + o_channel * s_state[4]
-            p_from = p_scale
-            p_to = p_scale
+            p_from = None
+            p_to = None
             if KIND > 0:
-                p_from += layer * s_scale[0] + head * s_scale[2] + o_v * s_scale[3] + src * s_scale[1]
-                p_to += layer * s_scale[0] + head * s_scale[2] + o_v * s_scale[3] + dst * s_scale[1]
+                p_scales = layer_pointer(p_scale, layer, s_scale[0]) + head * s_scale[2] + o_v * s_scale[3]
+                p_from = p_scales + src * s_scale[1]
+                p_to = p_scales + dst * s_scale[1]
             if count == 0:
                 tl.store(p_tiles + dst * s_state[1], tl.load(p_tiles + src * s_state[1], mask=inside), mask=inside)
                 if KIND > 0:
@@ -63,9 +66,9 @@ def _materialize_gdn_kernel(
                 start = tl.load(p_start + group * s_start[0] + row * s_start[1]).to(tl.int32)
                 b_rows, b_passed = add_rows(
                     tl.zeros([KC, BLOCK_V, KB], tl.float32),
-                    p_u + layer * s_u[0] + src * s_u[1] + head * s_u[2] + o_v * s_u[4], s_u[3],
-                    p_k + layer * s_k[0] + src * s_k[1] + head // RATIO * s_k[2] + o_k * s_k[4], s_k[3],
-                    p_g + layer * s_g[0] + src * s_g[1] + head * s_g[2] + o_gate * s_g[4], s_g[3],
+                    layer_pointer(p_u, layer, s_u[0]) + src * s_u[1] + head * s_u[2] + o_v * s_u[4], s_u[3],
+                    layer_pointer(p_k, layer, s_k[0]) + src * s_k[1] + head // RATIO * s_k[2] + o_k * s_k[4], s_k[3],
+                    layer_pointer(p_g, layer, s_g[0]) + src * s_g[1] + head * s_g[2] + o_gate * s_g[4], s_g[3],
                     start, count, ring_len, in_v, in_k, in_gate)
                 b_state = load_tile(p_tiles + src * s_state[1], inside, p_from, in_v, KIND, KC, BLOCK_V, KB)
                 b_state = b_state * tl.exp(b_passed)[:, None, :] + b_rows
@@ -84,15 +87,16 @@ def gdn_materialize(
     state, u_ring, k_ring, g_ring, src_slots, dst_slots, ring_start, count, layer_group, active_rows,
     state_scale=None, seed=None, *, philox_rounds=0,
 ) -> None:
-    layers, _, heads, ring_len = u_ring.shape[:4]
-    rows = active_rows.shape[0]
-    tiling = tiling_of(state, g_ring.shape[4] if g_ring.dim() == 5 else 1)
-    grid = min(programs_of(rows * layers, heads, tiling), _resident_programs(state.device))
+    layers, _, heads, ring_len = shape_of(u_ring)[:4]
+    rows, gate_dims = active_rows.shape[0], shape_of(g_ring)[4:]
+    tiling = tiling_of(tensors_of(state)[0], gate_dims[0] if gate_dims else 1)
+    grid = min(programs_of(rows * layers, heads, tiling), _resident_programs(active_rows.device))
     # without a limit ptxas spills a word to get below 96; the draws need more than 128
     limit = {} if philox_rounds else dict(maxnreg=128)
     _materialize_gdn_kernel[(grid,)](
-        *strided(state, 5), *strided(state_scale, 4), *strided(u_ring, 5), *strided(k_ring, 5), *strided(g_ring, 5),
+        *pool_arguments(state, 5), *pool_arguments(state_scale, 4), *pool_arguments(u_ring, 5),
+        *pool_arguments(k_ring, 5), *pool_arguments(g_ring, 5),
         *strided(src_slots, 2), *strided(dst_slots, 2), *strided(ring_start, 2), *strided(count, 2),
         *strided(layer_group, 1), *strided(active_rows, 1), seed, ring_len, rows, layers, HV=heads,
-        RATIO=heads // k_ring.shape[2], KIND=state_kind(state.dtype), ROUNDS=philox_rounds, BLOCK_B=256, **tiling,
-        **limit)
+        RATIO=heads // shape_of(k_ring)[2], KIND=state_kind(dtype_of(state)), ROUNDS=philox_rounds, BLOCK_B=256,
+        **tiling, **limit)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..gdn.naive import delta_update, normalised, value_heads
+from ..layers import shape_of
 from ..rounding import load_state, store_state
 from ..rows import (
     append_rows,
@@ -121,5 +122,5 @@ def kda_materialize(
     def fold(layer, current, source, rows, live):
         return _fold(current, *_load_history(u_ring[layer], k_ring[layer], g_ring[layer], source, rows, live))
 
-    materialize_layers(state, u_ring.shape[3], src_slots, dst_slots, ring_start, count, layer_group, active_rows,
+    materialize_layers(state, shape_of(u_ring)[3], src_slots, dst_slots, ring_start, count, layer_group, active_rows,
                        state_scale, seed, philox_rounds, fold)

@@ -43,6 +43,7 @@ from ..check import (
     check_update_values,
     require,
 )
+from ..layers import Layers, shape_of
 from ..registry import register
 from . import naive
 
@@ -195,23 +196,23 @@ def kda_update(
 
 
 def _materialize_values(state, u_ring, k_ring, g_ring, *plan, **kwargs) -> None:
-    check_materialize_values("kda_materialize", state, u_ring.shape[3], *plan[:6])
+    check_materialize_values("kda_materialize", state, shape_of(u_ring)[3], *plan[:6])
 
 
 @register(mutates=("state", "state_scale"), cpu=naive.kda_materialize,
           cuda="torch_replay.ops.kda.kernels", check_values=_materialize_values)
 def kda_materialize(
-    state: Tensor,
-    u_ring: Tensor,
-    k_ring: Tensor,
-    g_ring: Tensor,
+    state: Layers,
+    u_ring: Layers,
+    k_ring: Layers,
+    g_ring: Layers,
     src_slots: Tensor,
     dst_slots: Tensor,
     ring_start: Tensor,
     count: Tensor,
     layer_group: Tensor,
     active_rows: Tensor,
-    state_scale: Optional[Tensor] = None,
+    state_scale: Optional[Layers] = None,
     seed: Optional[Tensor] = None,
     *,
     philox_rounds: int = 0,
@@ -227,6 +228,7 @@ def kda_materialize(
             scale too), -1 skips. A null slot (0) on either side skips. src == dst works.
         layer_group: [L], group of each layer. active_rows: [B], the batch rows to treat; the first -1 ends the list.
         state_scale: [L, S, HV, V] float32 for 8-bit states. Mutated.
+        Each of state, rings and state_scale may also be a list of L tensors [S, ...], see ops/layers.py.
         seed: one int64; layer l draws with seed + l, so that layers round independently.
         philox_rounds: 0 rounds to nearest.
 

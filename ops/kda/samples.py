@@ -11,6 +11,7 @@ from ..samples import (
     Rng,
     cursors,
     encode_state,
+    layer_by_layer,
     pack_rows,
     plan,
     poison_dead_rows,
@@ -136,4 +137,10 @@ SAMPLES = table("kda_replay", replay, {
     "state_fp16_stochastic": dict(state_dtype=torch.float16, rounds=10),
     "state_int8": dict(state_dtype=torch.int8),
     "state_fp8": dict(state_dtype=torch.float8_e4m3fn),
+}) + table("kda_materialize", layer_by_layer(materialize, 0, 1, 2, 3, 10), {
+    "layers": dict(layers=4, groups=2),
+    "layers_one": dict(layers=1, groups=1, rows=2),
+    "layers_odd_bf16": dict(layers=2, state_dtype=torch.bfloat16, key_heads=1, heads=3, key_dim=33, value_dim=17),
+    "layers_int8": dict(state_dtype=torch.int8),
+    "layers_fp8_stochastic": dict(state_dtype=torch.float8_e4m3fn, rounds=7),
 })

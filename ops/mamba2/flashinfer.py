@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..backends import own_kernel
 from ..check import EIGHT_BIT, FLOAT
+from ..layers import dtype_of, shape_of
 
 MAX_WINDOW = 16
 SCRATCH_SLOTS = 64  # of the pools that a replay is timed on, at most
@@ -183,6 +184,8 @@ def mamba2_replay(
 def mamba2_materialize_limits(
     *, state, x_ring, B_ring, dt_ring, A, state_scale, philox_rounds, **_,
 ) -> Optional[str]:
+    if not isinstance(state, Tensor):
+        return "separate tensors of layers, whose addresses only the host knows"
     if philox_rounds:
         return "stochastic rounding, whose draws differ"
     if A.stride(-1) != 1:
@@ -194,8 +197,8 @@ def mamba2_materialize_limits(
 
 
 def mamba2_materialize_key(*, state, x_ring, B_ring, src_slots, **_) -> tuple:
-    layers, _, heads, ring_len, dim = x_ring.shape
-    build = (state.dtype, dim, state.shape[-1], heads // B_ring.shape[2])
+    layers, _, heads, ring_len, dim = shape_of(x_ring)
+    build = (dtype_of(state), dim, shape_of(state)[-1], heads // shape_of(B_ring)[2])
     return (layers, heads, ring_len, *src_slots.shape), build
 
 

@@ -6,7 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..triton_rounding import as_stored, decode_state, encode_state, row_scale, state_kind
+from ..layers import dtype_of, shape_of
+from ..triton_layers import layer_pointer, pool_arguments
+from ..triton_rounding import decode_state, encode_state, row_scale, state_kind
 
 
 def strides(tensor, dims: int) -> tuple[int, ...]:
@@ -115,11 +117,10 @@ def _count_listed(p_active, active_b, rows, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "layers", "src_g", "dst_g", "start_g", "count_g"])  # they follow the batch
 def _materialize_states_kernel(
-    p_state, state_l, state_s, state_h, state_p, state_n, p_x_ring, x_ring_l, x_ring_s, x_ring_h, x_ring_r, x_ring_p,
-    p_b_ring, b_ring_l, b_ring_s, b_ring_g, b_ring_r, b_ring_n, p_dt_ring, dt_ring_l, dt_ring_s, dt_ring_h, dt_ring_r,
+    p_state, s_state, p_x_ring, s_x_ring, p_b_ring, s_b_ring, p_dt_ring, s_dt_ring,
     p_a, a_l, a_h, p_src, src_g, src_b, p_dst, dst_g, dst_b, p_start, start_g, start_b, p_count, count_g, count_b,
-    p_layer_group, layer_group_l, p_active, active_b, p_scale, scale_l, scale_s, scale_h, scale_p, p_seed, rows, layers,
-    ring_len, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, KIND: tl.constexpr,
+    p_layer_group, layer_group_l, p_active, active_b, p_scale, s_scale, p_seed, rows, layers, ring_len,
+    H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, KIND: tl.constexpr,
     ROUNDS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     P_TILES: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
@@ -137,13 +138,14 @@ def _materialize_states_kernel(
         target = tl.load(p_dst + group * dst_g + row * dst_b).to(tl.int64)
         count = tl.load(p_count + group * count_g + row * count_b).to(tl.int32)
         if (count >= 0) & (source > 0) & (target > 0):
-            p_head = p_state + layer * state_l + head * state_h + o_p.to(tl.int64)[:, None] * state_p
-            p_from = p_head + source * state_s
-            p_to = p_head + target * state_s
+            p_head = layer_pointer(p_state, layer, s_state[0]) + head * s_state[2]
+            p_head += o_p.to(tl.int64)[:, None] * s_state[3]
+            p_from = p_head + source * s_state[1]
+            p_to = p_head + target * s_state[1]
             if KIND > 0:
-                p_scales = p_scale + layer * scale_l + head * scale_h + o_p * scale_p
-                p_scale_from = p_scales + source * scale_s
-                p_scale_to = p_scales + target * scale_s
+                p_scales = layer_pointer(p_scale, layer, s_scale[0]) + head * s_scale[2] + o_p * s_scale[3]
+                p_scale_from = p_scales + source * s_scale[1]
+                p_scale_to = p_scales + target * s_scale[1]
             else:
                 p_scale_from = None
                 p_scale_to = None
@@ -151,17 +153,18 @@ def _materialize_states_kernel(
                 for column in range(0, N, BLOCK_K):
                     o_n = column + tl.arange(0, BLOCK_K)[None, :]
                     mask = mask_p[:, None] & ((o_n < N) | (N % BLOCK_K == 0))
-                    tl.store(p_to + o_n * state_n, tl.load(p_from + o_n * state_n, mask=mask), mask=mask)
+                    tl.store(p_to + o_n * s_state[4], tl.load(p_from + o_n * s_state[4], mask=mask), mask=mask)
                 if KIND > 0:
                     tl.store(p_scale_to, tl.load(p_scale_from, mask=mask_p), mask=mask_p)
             else:
+                p_x = layer_pointer(p_x_ring, layer, s_x_ring[0]) + source * s_x_ring[1] + head * s_x_ring[2]
+                p_b = layer_pointer(p_b_ring, layer, s_b_ring[0]) + source * s_b_ring[1]
+                p_dt = layer_pointer(p_dt_ring, layer, s_dt_ring[0]) + source * s_dt_ring[1] + head * s_dt_ring[2]
                 # layers draw from seeds of their own, so that they round independently
                 fold_tile(
-                    p_from, p_to, state_n, p_scale_from, p_scale_to,
-                    p_x_ring + layer * x_ring_l + source * x_ring_s + head * x_ring_h + o_p[None, :] * x_ring_p,
-                    x_ring_r, p_b_ring + layer * b_ring_l + source * b_ring_s + head // HEADS_PER_GROUP * b_ring_g,
-                    b_ring_r, b_ring_n, p_dt_ring + layer * dt_ring_l + source * dt_ring_s + head * dt_ring_h,
-                    dt_ring_r, tl.load(p_start + group * start_g + row * start_b).to(tl.int32), count, ring_len,
+                    p_from, p_to, s_state[4], p_scale_from, p_scale_to, p_x + o_p[None, :] * s_x_ring[4], s_x_ring[3],
+                    p_b + head // HEADS_PER_GROUP * s_b_ring[2], s_b_ring[3], s_b_ring[4], p_dt, s_dt_ring[3],
+                    tl.load(p_start + group * start_g + row * start_b).to(tl.int32), count, ring_len,
                     tl.load(p_a + layer * a_l + head * a_h), mask_p, tl.load(p_seed) + layer if ROUNDS > 0 else 0,
                     (head.to(tl.int32) * P + o_p[:, None]) * N, target, N, KIND, ROUNDS, BLOCK_W, BLOCK_K)
 
@@ -183,16 +186,15 @@ def mamba2_materialize(
     state, x_ring, B_ring, dt_ring, A, src_slots, dst_slots, ring_start, count, layer_group, active_rows,
     state_scale=None, seed=None, *, philox_rounds=0,
 ) -> None:
-    layers, _, heads, dim, state_dim = state.shape
+    layers, _, heads, dim, state_dim = shape_of(state)
     rows, block_p = src_slots.shape[1], max(16, min(64, triton.next_power_of_2(dim)))
     items = rows * layers * heads * triton.cdiv(dim, block_p)
     if items == 0:
         return
-    _materialize_states_kernel[(min(items, _resident_programs(state.device)),)](
-        as_stored(state), *state.stride(), x_ring, *x_ring.stride(), B_ring, *B_ring.stride(), dt_ring,
-        *dt_ring.stride(), A, *A.stride(), src_slots, *src_slots.stride(), dst_slots, *dst_slots.stride(), ring_start,
+    _materialize_states_kernel[(min(items, _resident_programs(active_rows.device)),)](
+        *pool_arguments(state, 5), *pool_arguments(x_ring, 5), *pool_arguments(B_ring, 5), *pool_arguments(dt_ring, 4),
+        A, *A.stride(), src_slots, *src_slots.stride(), dst_slots, *dst_slots.stride(), ring_start,
         *ring_start.stride(), count, *count.stride(), layer_group, *layer_group.stride(), active_rows,
-        *active_rows.stride(), state_scale, *strides(state_scale, 4), seed, rows, layers, x_ring.shape[3], H=heads,
-        P=dim, N=state_dim, HEADS_PER_GROUP=heads // B_ring.shape[2], KIND=state_kind(state.dtype),
-        ROUNDS=philox_rounds, BLOCK_W=16, BLOCK_P=block_p, BLOCK_K=fold_columns(state_dim),
-        num_warps=block_p // 16)
+        *active_rows.stride(), *pool_arguments(state_scale, 4), seed, rows, layers, shape_of(x_ring)[3], H=heads,
+        P=dim, N=state_dim, HEADS_PER_GROUP=heads // shape_of(B_ring)[2], KIND=state_kind(dtype_of(state)),
+        ROUNDS=philox_rounds, BLOCK_W=16, BLOCK_P=block_p, BLOCK_K=fold_columns(state_dim), num_warps=block_p // 16)

@@ -7,6 +7,7 @@ multiplication with zero.
 import torch
 from torch import Tensor
 
+from ..layers import shape_of
 from ..rounding import load_state, store_state
 from ..rows import (
     append_rows,
@@ -131,5 +132,5 @@ def mamba2_materialize(
         history = _load_history(x_ring[layer], B_ring[layer], dt_ring[layer], source, rows, live)
         return _fold(current, *history, A[layer])
 
-    materialize_layers(state, x_ring.shape[3], src_slots, dst_slots, ring_start, count, layer_group, active_rows,
+    materialize_layers(state, shape_of(x_ring)[3], src_slots, dst_slots, ring_start, count, layer_group, active_rows,
                        state_scale, seed, philox_rounds, fold)

@@ -35,6 +35,7 @@ from ..check import (
     require_negative_rates,
     require_none,
 )
+from ..layers import Layers, shape_of
 from ..registry import register
 from . import naive
 
@@ -185,7 +186,7 @@ def mamba2_update(
 
 
 def _materialize_values(state, x_ring, B_ring, dt_ring, A, *plan, **kwargs) -> None:
-    check_materialize_values("mamba2_materialize", state, x_ring.shape[3], *plan[:6])
+    check_materialize_values("mamba2_materialize", state, shape_of(x_ring)[3], *plan[:6])
     # rates of zero: those of a layer that has not run yet, whose rows nothing folds
     require_none("mamba2_materialize", "A", A, A > 0, "negative rates (-exp(A_log), not A_log)")
 
@@ -193,10 +194,10 @@ def _materialize_values(state, x_ring, B_ring, dt_ring, A, *plan, **kwargs) -> N
 @register(mutates=("state", "state_scale"), cpu=naive.mamba2_materialize, cuda="torch_replay.ops.mamba2.kernels",
           flashinfer="torch_replay.ops.mamba2.flashinfer", check_values=_materialize_values)
 def mamba2_materialize(
-    state: Tensor,
-    x_ring: Tensor,
-    B_ring: Tensor,
-    dt_ring: Tensor,
+    state: Layers,
+    x_ring: Layers,
+    B_ring: Layers,
+    dt_ring: Layers,
     A: Tensor,
     src_slots: Tensor,
     dst_slots: Tensor,
@@ -204,7 +205,7 @@ def mamba2_materialize(
     count: Tensor,
     layer_group: Tensor,
     active_rows: Tensor,
-    state_scale: Optional[Tensor] = None,
+    state_scale: Optional[Layers] = None,
     seed: Optional[Tensor] = None,
     *,
     philox_rounds: int = 0,
@@ -219,6 +220,7 @@ def mamba2_materialize(
             scale too), -1 skips. A null slot (0) on either side skips. src == dst works.
         layer_group: [L], group of each layer. active_rows: [B], the batch rows to treat; the first -1 ends the list.
         state_scale: [L, S, H, P] float32 for 8-bit states. Mutated.
+        Each of state, rings and state_scale may also be a list of L tensors [S, ...], see ops/layers.py.
         seed: one int64; layer l draws with seed + l, so that layers round independently.
         philox_rounds: 0 rounds to nearest.
 

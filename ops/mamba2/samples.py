@@ -6,6 +6,7 @@ from ..samples import (
     Rng,
     cursors,
     encode_state,
+    layer_by_layer,
     pack_rows,
     plan,
     poison_dead_rows,
@@ -126,4 +127,10 @@ SAMPLES = table("mamba2_replay", replay, {
     "state_fp16_stochastic": dict(state_dtype=torch.float16, rounds=10),
     "state_int8": dict(state_dtype=torch.int8),
     "state_fp8": dict(state_dtype=torch.float8_e4m3fn),
+}) + table("mamba2_materialize", layer_by_layer(materialize, 0, 1, 2, 3, 11), {
+    "layers": dict(layers=4, groups=2),
+    "layers_one": dict(layers=1, groups=1, rows=2),
+    "layers_odd_bf16": dict(layers=2, state_dtype=torch.bfloat16, state_groups=1, heads=3, dim=33, state_dim=17),
+    "layers_int8": dict(state_dtype=torch.int8),
+    "layers_fp8_stochastic": dict(state_dtype=torch.float8_e4m3fn, rounds=7),
 })

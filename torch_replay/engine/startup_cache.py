@@ -34,7 +34,7 @@ def cache_file(device: torch.device, *configurations) -> Path:
     from .. import __version__
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
-    schemas = sorted(op.schema for op in OPS.values())
+    schemas = sorted(op.schema + op.layers_schema for op in OPS.values())
     parts = (device.type, name, __version__, torch.__version__, _triton_version(), configurations, schemas)
     return cache_folder() / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.bin"
 
