@@ -290,6 +290,35 @@ def test_least_recently_used_goes_first():
     assert hits == {"old": 12, "fresh": 4}
 
 
+@pytest.mark.parametrize("window, state_block", [(None, 16), (8, 8)])
+def test_snapshots_without_blocks_go_first(window, state_block):
+    """Of a prompt the blocks are evicted, of an older one not, for its request still runs: the next snapshot takes the
+    place of the younger's, of which no hit can come, and the older's makes its hit."""
+    scheduler = make(window=window, snapshots=2, state_block=state_block, block_size=4, blocks=22)
+    kept = scheduler.pools["full"], scheduler.prefix.snapshots
+    scheduler.add(holder := new("old", [1] * 33, max_tokens=5))
+    evictions = []
+    for request in (None, new("gone", [2] * 33), new("next", [3] * 33)):
+        if request is not None:
+            scheduler.add(request)
+        for chunk in scheduler.schedule().prefills:
+            scheduler.advance(chunk.request, chunk.length)
+        (request or holder).output_ids.append(7)
+        if request is not None:
+            scheduler.finish(request, "length")
+        evictions.append(tuple(pool.evictions for pool in kept))
+    spare = int(window is not None)  # of the oldest, whose place the second's kept one took
+    assert evictions[:2] == [(0, 0), (0, spare)] and evictions[2][0] > 0, "the third took blocks of the second alone"
+    assert holder.is_decoding and scheduler.prefix.counts.published_snapshots == 3 + spare
+    hits = {}
+    for name, token in (("again", 1), ("gone again", 2)):
+        scheduler.add(request := new(name, [token] * 33))
+        scheduler.schedule()
+        hits[name] = request.hit_tokens
+        scheduler.abort(name)
+    assert hits == {"again": 32, "gone again": 0}
+
+
 def test_pool():
     """Publish, find, share, evict: in use never handed out, pending not before the next step, named once."""
     pool = BlockPool(4)

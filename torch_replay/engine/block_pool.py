@@ -38,6 +38,11 @@ class BlockPool:
         return len(self._free) + len(self._idle_spare) + len(self._idle)
 
     @property
+    def num_blank(self) -> int:
+        """Blocks that `allocate` can give now and that hold nothing published."""
+        return len(self._free)
+
+    @property
     def num_pending(self) -> int:
         """Blocks that the next `begin_step` makes free."""
         return len(self._pending)
@@ -107,6 +112,10 @@ class BlockPool:
     def find(self, key: bytes) -> Optional[int]:
         """The block that was published under `key`, held or not."""
         return self._block_of.get(key)
+
+    def idle_keys(self) -> list[bytes]:
+        """Keys of the published blocks that `allocate` can give now, the first to go first."""
+        return [self._key_of[block] for block in (*self._idle_spare, *self._idle)]
 
     def holds(self, key: bytes) -> bool:
         """Whether somebody holds the block of `key`, so that sharing it takes nothing from the free ones."""

@@ -10,7 +10,9 @@ Three kinds of memory follow three rules:
 A request that hits at boundary H therefore starts at `H - window`, where the snapshot must stand, and keeps all blocks
 of full attention up to H. Between `H - window` and H it overwrites nothing that is shared: what it computes there is
 an approximation, because the window's keys below its start are missing. For the same reason it publishes snapshots
-only beyond H.
+only beyond H. What it publishes there is of its own hit: a prefix that was evicted, and computed and published anew
+behind another hit or none, may hold other approximate values than before, so that a request which hits it, or one that
+is put back and takes its hit again, may get another text than it would have had.
 
 Which edges of a prompt are published, and what goes when snapshots run short: *kept* are the edge where the same
 prompt, sent again, would look for its state, the end of the prompt, and the edge where it parts from what was known
@@ -18,7 +20,8 @@ before, as its blocks of full attention tell (a prompt that begins alike will lo
 the finest spacing (a power of two of state blocks) of which a prompt takes half of the snapshots at most, and a chunk
 INNER_EDGES; should those not suffice, the coarser multiples come first. A spare snapshot takes the place of another
 spare one at most, the least recently used first. A hit makes it a kept one. Kept ones take the place of spare ones, and
-if there are none, of the least recently used kept one.
+if there are none, of the least recently used kept one. A snapshot whose blocks of full attention were evicted can make
+no hit: such go before all others.
 """
 
 from array import array
@@ -79,6 +82,9 @@ class PrefixCache:
         ends = [block_size] * bool(full_pools) + [state_block_size] * (snapshots is not None)
         self.key_step = gcd(*ends) if ends else block_size
         self.counts = CacheCounts()
+        # by a snapshot's key, where windows are replayed: the keys of blocks that end where its hits would
+        self._ends: dict[bytes, set[bytes]] = {}
+        self._looked = 0  # evictions of blocks when useless snapshots were last looked for
 
     @property
     def evictions(self) -> int:
@@ -89,6 +95,7 @@ class PrefixCache:
         """Forgets all that was published; `Scheduler.reset_prefix_cache` says what that asks of running requests."""
         for pool in [*self.full_pools.values(), *([self.snapshots] if self.snapshots else [])]:
             pool.forget()
+        self._ends.clear()
 
     def lookup(self, request: Request) -> Hit:
         """The longest boundary that the request can take over; it leaves at least one token to compute.
@@ -161,9 +168,22 @@ class PrefixCache:
                 continue
             if edge <= len(request.prefix_keys) * self.key_step and self._find(self.snapshots, request, edge):
                 continue  # somebody published it
+            self._drop_useless()
             ids = self.snapshots.allocate(1, spare=edge in spare)
             if ids is not None:
                 request.snapshots[edge] = ids[0]
+
+    def _drop_useless(self) -> None:
+        """If the next snapshot would take the place of another, forgets those that cannot make a hit any more."""
+        evictions = sum(pool.evictions for pool in self.full_pools.values())
+        if self.snapshots.num_blank or evictions == self._looked:
+            return
+        for key in self.snapshots.idle_keys():
+            ends = self._ends.get(key, ()) if self.replay_window else [key]
+            if ends and not any(all(pool.find(end) for pool in self.full_pools.values()) for end in ends):
+                self.snapshots.withdraw(key)
+        self._ends = {key: ends for key, ends in self._ends.items() if self.snapshots.find(key)}
+        self._looked = evictions
 
     def _prompt_edges(self, request: Request, start: int, end: int) -> tuple[list[int], list[int]]:
         """Edges that a prompt chunk start .. end should publish, kept ones and spare ones, the most wanted first."""
@@ -213,6 +233,16 @@ class PrefixCache:
             if published and edge > len(request.prompt_ids):
                 request.output_edges.append(edge)
                 self._thin_out(request)
+        self._note_ends(request, before, after)
+
+    def _note_ends(self, request: Request, before: int, after: int) -> None:
+        """Where windows are replayed: which snapshots the blocks that end in before + 1 .. after may make hits with."""
+        if self.snapshots is None or not self.replay_window or not self.full_pools:
+            return
+        for end in range(before // self.block_size * self.block_size + self.block_size, after + 1, self.block_size):
+            start = end - self.replay_window
+            if start > 0 and start % self.state_block_size == 0 and self._find(self.snapshots, request, start):
+                self._ends.setdefault(self._key(request, start), set()).add(self._key(request, end))
 
     def _thin_out(self, request: Request) -> None:
         """Withdraws the snapshots in the request's output that its next turn has no use for: those below the one where
