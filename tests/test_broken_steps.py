@@ -137,14 +137,16 @@ def check_nothing_held(runner) -> None:
 @pytest.mark.parametrize("error", [Injected(), KeyboardInterrupt()], ids=["error", "interrupt"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_any_place(model, prompts, want, name, error):
-    """Once a run, at lines spread evenly over all that a step runs through, at one of the times that it does."""
+    """Once a run, in each of the files that a step runs through in turn: at one of its lines, at one of its times."""
     counter = Injector(error)
     run(model, prompts, want, OPTIONS[name], counter)
     order = random.Random(f"{name} {error!r}")
-    lines = sorted(counter.lines)
-    where = Counter()
-    for at in range(order.randrange(len(lines) // RUNS), len(lines), len(lines) // RUNS):
-        injector = Injector(error, [order.choice(counter.lines[lines[at]])])
+    files, where = sorted({line[0] for line in counter.lines}), Counter()
+    first = order.randrange(len(files))
+    for turn in range(RUNS):
+        file = files[(first + turn) % len(files)]
+        line = order.choice([line for line in sorted(counter.lines) if line[0] == file])
+        injector = Injector(error, [order.choice(counter.lines[line])])
         assert run(model, prompts, want, OPTIONS[name], injector) <= 1
         where += injector.raised
     assert where.total() >= RUNS and len({file for file, _ in where}) > 5

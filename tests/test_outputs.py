@@ -1,11 +1,15 @@
 """What `step` and `generate` hand out: aborts, prompts that are refused, logits that are not finite, prompts alone."""
 
+import tracemalloc
+
 import pytest
 import torch
 from tiny import engine, greedy, tiny_model
 
 from torch_replay import SamplingParams
 from torch_replay.engine import decode_step as steps
+from torch_replay.engine.output import Stream
+from torch_replay.engine.request import Request
 
 PATTERN = ("mamba2", "gdn", "swa", "full")
 COUNT = 12
@@ -254,3 +258,38 @@ def test_a_prompt_alone(model, options):
         runner.add_request([1] * 65, SamplingParams(max_tokens=0, prompt_logprobs=True))
     with pytest.raises(ValueError, match="expected 1 to 63 tokens, got 64"):
         runner.add_request([1] * 64, SamplingParams(max_tokens=1))
+
+
+def test_outputs_cost_their_new_tokens():
+    """Of 2,000 outputs none copies the tokens before or the prompt's log probabilities, and each stays what it was."""
+    params = SamplingParams(max_tokens=2000, prompt_logprobs=True, ignore_eos=True)
+    request, outputs = Request("a", list(range(2000)), params), []
+    request.prompt_logprobs = [-1.0] * 1999
+    stream = Stream(request, None)
+    tracemalloc.start()
+    try:
+        for token in range(2000):
+            stream.commit([token], (), 10_000, outputs)
+        size, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert size < 2000 * 1000  # a copy at each step: 16 MB of tokens, 32 MB of log probabilities
+    told = [output for _, output in outputs]
+    assert [len(output.token_ids) for output in told] == list(range(1, 2001))
+    assert all(told[step].token_ids == list(range(step + 1)) for step in range(0, 2000, 100))
+    assert type(told[-1].token_ids) is list and told[-1].finish_reason == "length"
+    assert told[0].prompt_logprobs is told[-1].prompt_logprobs and len(told[0].prompt_logprobs) == 2000
+
+
+def test_tokens_told_read_like_a_list():
+    """Length, items from either end, slices, comparison, repr; errors beyond the end though the list goes on."""
+    items = list(range(10, 16))
+    view = Stream(Request("a", [1], PARAMS, items), None).end(None, []).token_ids
+    items.append(99)
+    assert len(view) == 6 and view[-1] == 15 and view[2] == 12
+    assert view[1:4] == [11, 12, 13] and view[::-2] == [15, 13, 11]
+    assert view == items[:6] and view != items and list(view) == items[:6] and repr(view) == repr(items[:6])
+    assert view == view[:] and 99 not in view and view.index(15) == 5
+    for place in (6, -7):
+        with pytest.raises(IndexError, match=f"item {place} of 6"):
+            view[place]

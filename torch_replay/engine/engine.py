@@ -263,8 +263,8 @@ class Engine:
         self._forget(request.id)
 
     def _forget(self, request_id: str) -> None:
-        self._live.pop(request_id, None)
         self.stats.forget(request_id)
+        self._live.pop(request_id, None)  # last: as long as it is there, an interrupted end is made up for
 
     def step(self) -> list[RequestOutput]:
         """One scheduling step: chunks of prompts, then one token or more for every request that decodes.
@@ -532,6 +532,7 @@ class Engine:
             except Exception as error:
                 self._callback_errors.append(error)
                 output.finish_reason, output.error = "error", f"on_output raised {type(error).__name__}: {error}"
+                output.token_ids = list(output.token_ids)
                 if not request.finished:
                     self._finish(request, "error")
         return len(request.output_ids) - before

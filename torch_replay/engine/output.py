@@ -1,6 +1,6 @@
 """What a step hands out of a request: its tokens, their text, and why it ended."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Optional
 
@@ -8,15 +8,43 @@ from .detokenizer import Detokenizer
 from .request import Request
 
 
+class Beginning(Sequence):
+    """The first `count` items of a list that others only append to, read in place: it costs the same at any length."""
+
+    def __init__(self, items: list, count: int):
+        self._items, self._count = items, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, place):
+        if isinstance(place, slice):
+            begin, end, step = place.indices(self._count)
+            return [self._items[at] for at in range(begin, end, step)]
+        if not -self._count <= place < self._count:
+            raise IndexError(f"item {place} of {self._count}")
+        return self._items[place % self._count]
+
+    def __eq__(self, other) -> bool:
+        """Equal to a list, tuple or other beginning of the same items."""
+        return isinstance(other, (list, tuple, Beginning)) and self[:] == list(other)
+
+    __hash__ = None
+
+    def __repr__(self) -> str:
+        return repr(self[:])
+
+
 @dataclass
 class RequestOutput:
-    """What a step did for one request. `token_ids` are all of the output so far. `text` is their text, as far as no
+    """What a step did for one request. `token_ids` are all of the output so far: a list when the request has ended,
+    before that a view, which reads like a list and which later steps do not change. `text` is their text, as far as no
     later token can change it; `new_text` is what it gained. When the request has ended, `text` is what
     `tokenizer.decode` makes of all tokens but one that ended it, up to a stop text. `seed` draws the same text again.
     """
 
     id: str
-    token_ids: list[int]
+    token_ids: Sequence[int]
     text: str
     new_text: str
     finish_reason: Optional[str]
@@ -37,6 +65,7 @@ class Stream:
         self._tokenizer = tokenizer
         self._text = self._begin_text()
         self._told = 0  # tokens of the last output
+        self._logprobs: Optional[list[Optional[float]]] = None  # of the prompt, which all outputs share
         self._torn = False  # an output was being made
 
     def _begin_text(self) -> Detokenizer:
@@ -75,9 +104,13 @@ class Stream:
     def _tell(self, reason: Optional[str], outputs: list, error: Optional[str] = None) -> RequestOutput:
         request, text = self.request, self._text
         new_text = text.flush() if reason else text.take()
-        logprobs = [None, *request.prompt_logprobs] if request.params.prompt_logprobs else None
-        output = RequestOutput(request.id, list(request.output_ids), text.text, new_text, reason, logprobs, error,
-                               request.params.seed)
+        # tokens that an output told are never taken back, so that views of them stand
+        ids = list(request.output_ids) if reason else Beginning(request.output_ids, len(request.output_ids))
+        logprobs = self._logprobs
+        if request.params.prompt_logprobs and logprobs is None:
+            logprobs = [None, *request.prompt_logprobs]
+            self._logprobs = None if reason else logprobs  # an end in the middle of the prompt may be taken back
+        output = RequestOutput(request.id, ids, text.text, new_text, reason, logprobs, error, request.params.seed)
         outputs.append((self, output))
         self.settle(output)
         return output
