@@ -41,7 +41,7 @@ class Outcome:
 
     exit_code: Optional[int]
     value: Any = None
-    error: Optional[Exception] = None
+    error: Optional[BaseException] = None
     seconds: float = 0.0
 
 
@@ -81,7 +81,7 @@ def _rank(body, args, rank: int, world_size: int, path: str, timeout: float, pip
     outcome, begin = Outcome(0), time.monotonic()
     try:
         outcome.value = body(agreement, *args)
-    except Exception as error:
+    except BaseException as error:  # interrupts too
         outcome.error = error
     outcome.seconds = time.monotonic() - begin
     pipe.send(outcome)
@@ -165,7 +165,7 @@ def failing(agreement, how: str) -> None:
     """Rank 1 stops in the middle of its run: `how` says in what way. The others go on for as long as they can."""
     runner = tail_engine(agreement, num_spec=2)
     if agreement.rank == 1:
-        fail = {"forward": _raise, "schedule": _raise, "die": lambda *_: os._exit(7)}[how]
+        fail = {"forward": _raise, "schedule": _raise, "interrupt": _interrupt, "die": lambda *_: os._exit(7)}[how]
         if how == "schedule":
             runner.scheduler.drafter.propose = fail
         else:
@@ -173,6 +173,51 @@ def failing(agreement, how: str) -> None:
             runner.decode.run = {route: (lambda run=run: steps.append(0) or (fail() if len(steps) == 3 else run()))
                                  for route, run in decode.items()}
     runner.generate([prompt(9)] * 2, SamplingParams(max_tokens=40, ignore_eos=True))
+
+
+BAD = 30  # the token whose embedding is NaN
+
+
+def bad_logits(agreement, bad: bool) -> dict[str, tuple]:
+    """Rank 0 has one good request; rank 1 another and, if `bad`, one whose prompt holds BAD. How each ends."""
+    model = tail_model()
+    model.embedding.weight[BAD] = float("nan")
+    head = model.logits
+    model.logits = lambda hidden: head(hidden).index_fill(-1, torch.tensor([BAD]), -torch.inf)
+    runner, final = tail_engine(agreement, model), {}
+    prompts = {"good": [3, 4, 5, 6, 7, 8, 9, 10 + agreement.rank]}
+    if agreement.rank == 1 and bad:
+        prompts["bad"] = [5, 6, 7, BAD, 9, 10, 11]
+    for name, ids in prompts.items():
+        runner.add_request(ids, SamplingParams(max_tokens=6, ignore_eos=True), name)
+    while runner.has_work:
+        final.update((output.id, (output.finish_reason, output.token_ids)) for output in runner.step())
+    return final
+
+
+class Echo:
+    """Proposes what a text went on with, its last draft wrong."""
+
+    def __init__(self, texts: list[list[int]]):
+        self.texts = texts
+
+    def propose(self, tokens, limit: int) -> list[int]:
+        text = next(text for text in self.texts if tokens == text[: len(tokens)])
+        drafts = text[len(tokens) : len(tokens) + limit]
+        return drafts[:-1] + [(token + 1) % 31 for token in drafts[-1:]]
+
+
+def drafting(agreement, shares) -> dict:
+    """Counters of a rank whose share of (prompt length, output tokens) is shares[rank], in steps of three rows, with
+    three drafts a row of which two are right."""
+    share = shares[agreement.rank]
+    params = [SamplingParams(max_tokens=count, ignore_eos=True) for _, count in share]
+    solo = tail_engine().generate([prompt(length) for length, _ in share], params)
+    known = [prompt(length) + output.token_ids for (length, _), output in zip(share, solo)]
+    runner = tail_engine(agreement, drafter=Echo(known), num_spec=3)
+    outputs = runner.generate([prompt(length) for length, _ in share], params)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in solo]
+    return runner.stats.counters()
 
 
 def waiting_for_another(agreement) -> None:
@@ -216,6 +261,10 @@ def staying_away(agreement) -> None:
 
 def _raise(*_):
     raise ValueError("boom")
+
+
+def _interrupt(*_):
+    raise KeyboardInterrupt
 
 
 def _error_of(call) -> Exception:

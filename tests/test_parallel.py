@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from parallel_ranks import (
     Seen,
+    bad_logits,
     bad_prompt,
     callback_raises,
     command,
+    drafting,
     failing,
     failing_twice,
     run_ranks,
@@ -25,6 +27,7 @@ from parallel_ranks import (
 
 from torch_replay.command.cli import main
 from torch_replay.engine.parallel import RankFailure, StepAgreement
+from torch_replay.engine.stats import add_up, summarize
 
 ROOT = Path(__file__).resolve().parent.parent
 SLACK_SECONDS = 5.0  # for two busy cores
@@ -83,15 +86,36 @@ def test_a_rank_that_trims_nothing_joins(tmp_path):
         values(run_ranks(tmp_path, 1, tails, [share], 128))[0][2] for share in alone]
 
 
-@pytest.mark.parametrize("how", ["forward", "schedule"])
-def test_a_rank_that_raises(tmp_path, how):
+@pytest.mark.parametrize("how, error, reason", [
+    ("forward", ValueError, "ValueError: boom"), ("schedule", ValueError, "ValueError: boom"),
+    ("interrupt", KeyboardInterrupt, "KeyboardInterrupt")], ids=["forward", "schedule", "interrupt"])
+def test_a_rank_that_raises(tmp_path, how, error, reason):
     """It raises its own error, and the others learn of it by the next message: whose it is and what it says."""
     first, failed, last = run_ranks(tmp_path, 3, failing, how)
-    assert type(failed.error) is ValueError and str(failed.error) == "boom"
+    assert type(failed.error) is error and str(failed.error) == ("boom" if error is ValueError else "")
     for outcome in (first, last):
         assert type(outcome.error) is RankFailure
-        assert str(outcome.error) == "rank 1 failed: ValueError: boom" and outcome.error.ranks == [1]
+        assert str(outcome.error) == f"rank 1 failed: {reason}" and outcome.error.ranks == [1]
         assert outcome.seconds < SLACK_SECONDS < 20
+
+
+def test_logits_that_are_not_finite(tmp_path):
+    """End one request of one rank with an error; its neighbour and the other rank go on as if it had not been there."""
+    untouched, both = values(run_ranks(tmp_path, 2, bad_logits, True))
+    without = values(run_ranks(tmp_path, 2, bad_logits, False))
+    assert both.pop("bad") == ("error", [])
+    assert [untouched, both] == without
+    assert [(end["good"][0], len(end["good"][1])) for end in without] == [("length", 6)] * 2
+
+
+def test_padded_rows_count_nothing(tmp_path):
+    """One row of three, or none, has a request: drafted, accepted and decoded are those of the requests alone."""
+    shares = [[(9, 13)], [], [(20, 7), (3, 13)]]
+    counts = values(run_ranks(tmp_path, 3, drafting, shares))
+    # 12 tokens after the first in steps of 3, 3, 3, 2, 1, and 6 in steps of 3, 2, 1: one more than the right drafts
+    assert [(each["decode_tokens"], each["drafted"], each["accepted_drafts"]) for each in counts] == [
+        (12, 11, 7), (0, 0, 0), (18, 16, 10)]
+    assert summarize(add_up(counts))["acceptance_rate"] == 17 / 27
 
 
 def test_nothing_runs_after_a_failure(tmp_path):

@@ -323,10 +323,10 @@ class Engine:
 
     @contextlib.contextmanager
     def _reporting(self):
-        """An exception in the body is told to the other ranks, which wait for this one's next message."""
+        """An exception in the body, or an interrupt, is told to the other ranks, which wait for this one's message."""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             if self.agreement is not None:
                 self.agreement.report(error)
             raise

@@ -105,15 +105,16 @@ class StepAgreement:
         self.done = not any(flags)
         return Agreed(any(flag & PREFILLS for flag in flags), any(trimming), tuple(kept))
 
-    def report(self, error: Exception) -> None:
-        """Tells the others that this rank stops because of `error`, in place of its next message.
+    def report(self, error: BaseException) -> None:
+        """Tells the others that this rank stops because of `error`, which may be an interrupt, in place of its next
+        message.
 
         Waits for them, at most `timeout` seconds. Does nothing once the group has failed. If they cannot be told, that
         is added to the error's notes.
         """
         if self.failure is not None:
             return
-        reason = f"{type(error).__name__}: {error}"
+        reason = ": ".join(filter(None, [type(error).__name__, str(error)]))
         try:
             self.store.set(f"reason/{self.rank}", reason)
             self._exchange(FAILED, 0, 0)
