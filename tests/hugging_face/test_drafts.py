@@ -59,7 +59,7 @@ def test_rejected_drafts_leave_nothing(name):
 
 @pytest.mark.parametrize("name", ONE_EACH)
 def test_prompt_lookup(name):
-    """prompt_lookup_num_tokens works as it is, and drafts that come true save forwards."""
+    """prompt_lookup_num_tokens works as it is; the drafts are checked several at a time."""
     model = build(name)
     text = model.generate(prompts(1, 12)[0], max_new_tokens=30, do_sample=False)
     prompt = torch.cat([text, text[:, :13]], 1)  # found again, whether or not the model repeats itself
