@@ -73,7 +73,7 @@ def test_prompt_lookup(name):
     assert lengths[0] > prompt.shape[1] and 4 in lengths[1:]
 
 
-@pytest.mark.parametrize("name", ["Bamba", "Qwen3Next", "KimiLinear"])
+@pytest.mark.parametrize("name", ["Mamba2", "Bamba", "Qwen3Next", "KimiLinear"])
 def test_assistant(name):
     """A replaced assistant's drafts are taken back too; one that is not replaced is refused: they would be spoilt."""
     model, (ids, _) = build(name), prompts(1, 12)

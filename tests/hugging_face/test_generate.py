@@ -67,9 +67,11 @@ def test_kinds_of_cache(name):
     cache = make_cache(model, 2)
     first = model.generate(ids, cache=cache, **arguments)
     longer = torch.cat([first, prompts(2, 5, seed=3)[0]], 1)
-    if name != "Mamba2":  # transformers passes the whole text again to a model that has no attention
-        assert torch.equal(model.generate(longer, cache=cache, **arguments),
-                           model.generate(longer, **arguments))
+    expected = model.generate(longer, **arguments)
+    assert torch.equal(model.generate(longer, cache=cache, **arguments), expected)
+    if name == "Mamba2":  # transformers would give such a model the whole text again
+        with pytest.raises(ValueError, match="input_ids are 31 tokens, and the cache holds 44 already"):
+            model.generate(longer, cache=cache, **arguments)
 
 
 @pytest.mark.parametrize("name", ["Mamba2", "KimiLinear"])
@@ -126,6 +128,8 @@ def test_refused(monkeypatch):
     with pytest.raises(ValueError, match="was replaced already"):
         replace(model)
     cache = make_cache(model, max_batch=2)
+    with torch.enable_grad(), pytest.raises(ValueError, match="call the model under torch.no_grad"):
+        model(prompts(2, 5)[0], cache=cache)
     with pytest.raises(ValueError, match="the cache is for 2 rows, this forward has 3"):
         model(prompts(3, 5)[0], cache=cache)
     model(prompts(2, 5)[0], cache=cache)

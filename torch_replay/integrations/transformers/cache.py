@@ -173,6 +173,8 @@ class GenerationCache(Cache):
             raise ValueError("the last forward with this cache was interrupted; call its reset() and start again")
         if rows != self.rows and (self.started or rows > self.slots.shape[0]):
             raise ValueError(f"the cache is for {self.rows or self.slots.shape[0]} rows, this forward has {rows}")
+        if torch.is_grad_enabled() and hidden.requires_grad:
+            raise ValueError("this cache is for inference; call the model under torch.no_grad(), or without the cache")
         self._check_mask(mask)
         self.rows, slots = rows, self.slots[:rows]
         keep = min(most, count) if self.rollback else 0  # tokens at the end that go through the ring

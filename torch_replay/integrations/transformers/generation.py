@@ -28,6 +28,19 @@ class ReplayGeneration:
         finally:
             self.__dict__.pop("_drafts", None)
 
+    def _prefill(self, input_ids, generation_config, model_kwargs, *args: Any, **kwargs: Any) -> Any:
+        """Leaves out what the cache holds already. transformers does so for models with attention only, and gives the
+        others the whole text again."""
+        cache, mask = model_kwargs.get("cache"), model_kwargs.get("attention_mask")
+        if isinstance(cache, GenerationCache) and cache.started and all(cache.is_linear):
+            whole = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+            if whole == input_ids.shape[1]:  # else the caller gave new tokens only
+                held = cache.get_seq_length()
+                if held >= whole:
+                    raise ValueError(f"generate: input_ids are {whole} tokens, and the cache holds {held} already")
+                input_ids = input_ids[:, held:]
+        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, batch_size,
                                       max_cache_length) -> None:
         from .replace import make_cache
