@@ -152,6 +152,33 @@ def test_any_place(model, prompts, want, name, error):
     assert where.total() >= RUNS and len({file for file, _ in where}) > 5
 
 
+class Interrupted(dict):
+    """Interrupts right after its first removal."""
+
+    done = False
+
+    def pop(self, *args):
+        value = super().pop(*args)
+        if not self.done:
+            self.done = True
+            raise KeyboardInterrupt
+        return value
+
+
+def test_interrupt_once_a_request_is_forgotten(model, prompts, want):
+    """Between the last two objects that know of a request that has ended: none keeps it, and its output arrives."""
+    runner, final = engine(model, max_num_seqs=3, **ALWAYS), []
+    runner._live = Interrupted()
+    runner.add_request(prompts[0], PARAMS)
+    with pytest.raises(KeyboardInterrupt):
+        while runner.has_work:
+            final += runner.step()
+    while runner.has_work:
+        final += runner.step()
+    assert final[-1].token_ids == want[0]
+    check_nothing_held(runner)
+
+
 @pytest.mark.slow
 def test_recovery_that_is_interrupted(model, prompts, want):
     """An interrupt while a step is being taken back: the next step begins with the rest of it."""
