@@ -82,7 +82,7 @@ def op_faults(function: torch._ops.OpOverload, args: tuple, kwargs: dict) -> lis
     """What is wrong with the registration of a custom op that is being called with these arguments."""
     faults = []
     if function.namespace == NAMESPACE:
-        op = OPS.get(function.name().split("::")[1].split(".")[0])
+        op = next((op for op in OPS.values() if function in (op.overload, op.layers_overload, op.out_overload)), None)
         faults += lint(op) if op is not None else ["not registered through torch_replay.ops.registry"]
     try:
         with FakeTensorMode() as mode:

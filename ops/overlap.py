@@ -5,14 +5,15 @@ clone, but Inductor drops a clone that it takes for idle and then passes one buf
 """
 
 import functools
+from typing import Optional
 
 from torch import Tensor
 
 from .check import fail
 
 
-def keep_apart(op, args: tuple) -> tuple:
-    """The arguments of a real call, each copied that is read and overlaps what the op writes.
+def keep_apart(op, args: tuple, out: Optional[Tensor] = None) -> tuple:
+    """The arguments of a real call, each copied that is read and overlaps what the op writes, or the caller's out.
 
     Slices of one storage that have no element in common (rows of one tensor, columns, fields of a record) stay as they
     are. Without tensors of one storage this is a look at the storages. Where addresses do not exist, while a call is
@@ -26,20 +27,23 @@ def keep_apart(op, args: tuple) -> tuple:
     """
     if any(isinstance(value, (list, tuple)) for value in args):
         return _keep_lists_apart(op, args)
+    count, written = len(args), op.written
+    if out is not None:
+        args, written = (*args, out), (*written, count)
     storages = [value.untyped_storage()._cdata if isinstance(value, Tensor) else None for value in args]
-    written = [i for i in op.written if i < len(args) and storages[i] is not None]
+    written = [i for i in written if i < len(args) and storages[i] is not None]
     if all(storages.count(storages[i]) == 1 for i in written):
-        return args
+        return args[:count]
     args = list(args)
     for i in written:
         for j, storage in enumerate(storages):
             if i == j or storage != storages[i] or not overlap(args[i], args[j]):
                 continue
             if j in written:
-                names = list(op.signature.parameters)
+                names = [*op.signature.parameters][:count] + ["out"]
                 fail(op.name, names[j], f"in the memory of {names[i]}", "memory of its own, for both are written")
             args[j] = args[j].clone()
-    return tuple(args)
+    return tuple(args[:count])
 
 
 def _keep_lists_apart(op, args: tuple) -> tuple:

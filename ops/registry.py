@@ -4,7 +4,9 @@ An op is one decorated function, the *body*. Its signature is the schema (`torch
 the documentation, and its code does two things only: validate the arguments and allocate what the op returns. The body
 therefore serves as the fake implementation as it stands, and every real kernel runs behind it: the kernel receives the
 op's arguments and, as keyword `out`, the tensors that the body allocated. Shapes, strides and dtypes of a traced op and
-of a real one cannot drift apart, and a bad argument raises before anything is written, on every route.
+of a real one cannot drift apart, and a bad argument raises before anything is written, on every route. With `out=True`
+the same body gives a second op, `<name>_out`, whose kernels get a tensor of the caller's in place of the allocated one.
+A schema may not return an argument, so that op returns nothing; the wrapper calls it for `out=` and returns the tensor.
 
 `torch.library.custom_op` would be shorter but costs several times more per call, also inside compiled code.
 """
@@ -25,6 +27,7 @@ from .overlap import keep_apart
 from .table import LIBRARY, NAMESPACE, OPS, Op
 
 _inlining = True  # see `inlining`
+OUT = "output"  # name of `out` in schemas: Dynamo refuses any op's keyword of that name that is not contiguous
 
 
 def register(
@@ -36,6 +39,7 @@ def register(
     check_values: Optional[Callable] = None,
     inline_on_cpu: bool = False,
     cursor_dims: Optional[int] = None,
+    out: bool = False,
 ) -> Callable:
     """Decorator that registers an op and returns its Python wrapper.
 
@@ -55,6 +59,9 @@ def register(
             (`require`): a size in a string becomes a constant of the graph. See `inlining`.
         cursor_dims: dimensions of the ring_start and ring_committed that the body and the kernels take, 1: [S], or
             2: [G, S]. Callers may give either; [S] stands for one group.
+        out: the op returns one tensor, and takes the keyword `out`: a tensor to write it to, of its shape, dtype and
+            device, with any strides, that lies in no memory which the op writes besides. It is also what the wrapper
+            returns. Kernels respect its strides.
 
     A CUDA kernel runs with the device of the op's first CUDA tensor as the current one.
 
@@ -77,6 +84,9 @@ def register(
         if pools:
             op.layers_schema = _layer_by_layer(name, schema, pools)
             op.layers_overload = _define(op, op.layers_schema)
+        if out:
+            variant = torch.library.infer_schema(_with_out(body), mutates_args=(*mutates, OUT))
+            op.out_overload = _define(op, f"{name}_out{variant}")
         optional = (Optional[torch.Tensor], Optional[Layers])
         check.OPTIONAL[name] = {argument for argument, hint in hints.items() if hint in optional}
         OPS[name] = op
@@ -122,6 +132,21 @@ def _define(op: Op, schema: str) -> torch._ops.OpOverload:
     return overload
 
 
+def _with_out(body: Callable) -> Callable:
+    """A function with the signature of the variant of an op with `out`, which returns nothing."""
+    def variant():
+        """Only for its signature."""
+
+    variant.__signature__ = _signature_with_out(body, OUT, torch.Tensor).replace(return_annotation=None)
+    return variant
+
+
+def _signature_with_out(body: Callable, name: str, kind, **default) -> inspect.Signature:
+    signature = inspect.signature(body)
+    out = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, **default)
+    return signature.replace(parameters=[*signature.parameters.values(), out])
+
+
 def _implementation(op: Op, device: str) -> Callable:
     def run(*args, **kwargs):
         # Triton launches on the current device, wherever the tensors lie
@@ -130,23 +155,39 @@ def _implementation(op: Op, device: str) -> Callable:
             if where.index != torch.cuda.current_device():
                 with torch.cuda.device(where):
                     return run(*args, **kwargs)
+        given = kwargs.pop(OUT, None)
         if torch.is_grad_enabled():
-            _refuse_gradients(op, args, kwargs)
+            _refuse_gradients(op, args, kwargs | {"out": given})
         args = _shape_cursors(op, args)
         out = op.body(*args, **kwargs)
-        args = keep_apart(op, args)
+        if given is not None:
+            _check_out(op, given, out)
+            out = given
+            if any(stride == 0 and size > 1 for size, stride in zip(given.shape, given.stride())):
+                check.fail(op.name, "out", f"of strides {given.stride()}", "memory of its own for each element")
+        args = keep_apart(op, args, given)
         results = {} if out is None else {"out": out}
+        returned = out if given is None else None
         if device == "cpu":
             checked = op.name in native.CHECKED and _served_natively(op, args, kwargs, results)
             if not checked and op.check_values is not None:
                 op.check_values(*args, **kwargs)
             if checked or _served_natively(op, args, kwargs, results):
-                return out
-        kernel = backends.select(op, args, kwargs) if device == "cuda" else op.kernel(device)
+                return returned
+        # a back end may refuse the strides of the caller's out
+        known = kwargs if given is None else kwargs | results
+        kernel = backends.select(op, args, known) if device == "cuda" else op.kernel(device)
         kernel(*args, **kwargs, **results)
-        return out
+        return returned
 
     return run
+
+
+def _check_out(op: Op, given: torch.Tensor, expected: torch.Tensor) -> None:
+    """Whether the caller's out can take the place of what the body allocated."""
+    for what in ("shape", "dtype", "device"):
+        if getattr(given, what) != getattr(expected, what):
+            check.fail(op.name, "out", f"of {what} {getattr(given, what)}", getattr(expected, what))
 
 
 def _served_natively(op: Op, args: tuple, kwargs: dict, results: dict) -> bool:
@@ -159,9 +200,11 @@ def _served_natively(op: Op, args: tuple, kwargs: dict, results: dict) -> bool:
 
 def _fake(op: Op) -> Callable:
     def run(*args, **kwargs):
+        given = kwargs.pop(OUT, None)
         if torch.is_grad_enabled():
-            _refuse_gradients(op, args, kwargs)
-        return op.body(*_shape_cursors(op, args), **kwargs)
+            _refuse_gradients(op, args, kwargs | {"out": given})
+        out = op.body(*_shape_cursors(op, args), **kwargs)
+        return out if given is None else _check_out(op, given, out)
 
     return run
 
@@ -212,19 +255,30 @@ def _wrapper(op: Op) -> Callable:
 
     @functools.wraps(op.body)
     def call(*args, **kwargs):
+        out = kwargs.pop("out", None) if op.out_overload is not None else None
+        if out is not None and not isinstance(out, torch.Tensor):
+            raise TypeError(f"{op.name}: out is {type(out).__name__}, expected Tensor or None")
         if not torch.compiler.is_compiling():
             _check_types(op, hints, args, kwargs)
+        else:
+            for name in numbers:  # the schema takes a flag for 0 or 1, and says what other types it expects
+                if isinstance(kwargs.get(name), bool):
+                    raise TypeError(f"{op.name}: {name} is bool, expected a number")
+            if op.inline_on_cpu and out is None and _inlines(op, args, kwargs):
+                return _inlined(op, args, kwargs)
+        if out is None:
             overload, args, kwargs = _choose_overload(op, args, kwargs)
             return overload(*args, **kwargs)
-        for name in numbers:  # the schema takes a flag for 0 or 1, and says what other types it expects
-            if isinstance(kwargs.get(name), bool):
-                raise TypeError(f"{op.name}: {name} is bool, expected a number")
-        if op.inline_on_cpu and _inlines(op, args, kwargs):
-            return _inlined(op, args, kwargs)
-        overload, args, kwargs = _choose_overload(op, args, kwargs)
-        return overload(*args, **kwargs)
+        op.out_overload(*args, **kwargs, **{OUT: out})
+        return out
 
     call.__name__ = call.__qualname__ = op.name
+    if op.out_overload is not None:
+        call.__signature__ = _signature_with_out(op.body, "out", Optional[torch.Tensor], default=None)
+        call.__doc__ += """
+    out: a tensor of the result's shape, dtype and device, with any strides, that is written and returned in place of a
+    new one. It may lie in the memory of an input, not of what the op writes besides.
+    """
     return call
 
 
@@ -315,14 +369,16 @@ def override_kernel(name: str, device: str, kernel: Callable) -> Iterator[None]:
 def lint(op: Op) -> list[str]:
     """Complaints about a registered op: what would break tracing or cost recompiles. Empty if all is well."""
     complaints = []
-    for overload in filter(None, (op.overload, op.layers_overload)):
-        complaints += _lint_overload(op, overload)
+    written = dict.fromkeys((op.overload, op.layers_overload), op.mutates) | {op.out_overload: (*op.mutates, OUT)}
+    for overload, names in written.items():
+        if overload is not None:
+            complaints += _lint_overload(overload, names)
     if not (op.body.__doc__ or "").strip():
         complaints.append("no docstring")
     return complaints
 
 
-def _lint_overload(op: Op, overload: torch._ops.OpOverload) -> list[str]:
+def _lint_overload(overload: torch._ops.OpOverload, written: tuple[str, ...]) -> list[str]:
     complaints, schema = [], overload._schema
     if not torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CPU"):
         complaints.append("no CPU kernel")
@@ -335,7 +391,7 @@ def _lint_overload(op: Op, overload: torch._ops.OpOverload) -> list[str]:
             complaints.append(f"{name} is a string: one graph per layer")
     for argument in schema.arguments:
         mutated = argument.alias_info is not None and argument.alias_info.is_write
-        if mutated != (argument.name in op.mutates):
+        if mutated != (argument.name in written):
             complaints.append(f"{argument.name}: the schema and `mutates` disagree")
     for result in schema.returns:
         if "List" in str(result.type) and any(a.alias_info and a.alias_info.is_write for a in schema.arguments):

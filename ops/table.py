@@ -30,6 +30,7 @@ class Op:
     check_values: Optional[Callable]
     kernels: dict[str, Union[str, Callable]] = field(default_factory=dict)
     overload: Optional[torch._ops.OpOverload] = None
+    out_overload: Optional[torch._ops.OpOverload] = None  # writes the caller's `out` in place of returning a tensor
     wrapper: Optional[Callable] = None
     flashinfer: Optional[str] = None
     inline_on_cpu: bool = False

@@ -27,7 +27,7 @@ def _conv_values(conv_ring, x, weight, bias, positions, slots, query_lens=None, 
 
 
 @register(mutates=("conv_ring",), cpu=naive.conv_replay,
-          cuda="torch_replay.ops.conv.kernels", check_values=_conv_values)
+          cuda="torch_replay.ops.conv.kernels", check_values=_conv_values, out=True)
 def conv_replay(
     conv_ring: Tensor,
     x: Tensor,

@@ -75,7 +75,7 @@ SAMPLES = table("conv_replay", conv, {
     "width_1": dict(rows=3, tokens=2, width=1),
     "strided_int64": dict(rows=3, tokens=2, strided=True, index_dtype=torch.int64, far=2**40),
     "all_padded": dict(rows=2, padded=2),
-    "packed_padded": dict(rows=5, tokens=4, packed=True, padded=1),
+    "packed_padded": dict(rows=5, tokens=4, packed=True, padded=1, ring_len=11),
     "packed_in_part_strided": dict(rows=4, tokens=20, packed=True, ragged=True, strided=True, index_dtype=torch.int64),
     "ring_bf16": dict(rows=4, tokens=2, ring_dtype=torch.bfloat16, ragged=True),
 }) + table("copy_slots", slots, {

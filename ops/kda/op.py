@@ -71,7 +71,7 @@ def _replay_values(state, u_ring, k_ring, g_ring, ring_start, ring_committed, q,
 
 
 @register(mutates=("state", "u_ring", "k_ring", "g_ring", "state_scale"), cpu=naive.kda_replay,
-          cuda="torch_replay.ops.kda.kernels", check_values=_replay_values, cursor_dims=1)
+          cuda="torch_replay.ops.kda.kernels", check_values=_replay_values, cursor_dims=1, out=True)
 def kda_replay(
     state: Tensor,
     u_ring: Tensor,
@@ -151,7 +151,7 @@ def _update_values(state, q, k, v, a, b, A_log, dt_bias, slots, query_lens=None,
 
 
 @register(mutates=("state",), cpu=naive.kda_update,
-          cuda="torch_replay.ops.kda.kernels", check_values=_update_values)
+          cuda="torch_replay.ops.kda.kernels", check_values=_update_values, out=True)
 def kda_update(
     state: Tensor,
     q: Tensor,

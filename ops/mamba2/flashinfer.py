@@ -85,7 +85,8 @@ def _sizes(state: Tensor, only_64: bool) -> Optional[str]:
 
 def mamba2_replay_limits(
     *, state, x_ring, B_ring, dt_ring, ring_start, ring_committed, x, dt, A, B, C, D, z, dt_bias, query_lens,
-    state_scale, window, dt_softplus, dt_min, dt_max, philox_rounds, query_start_loc=None, **_,
+    state_scale, window, dt_softplus, dt_min, dt_max, philox_rounds, query_start_loc=None,
+    out=None, **_,
 ) -> Optional[str]:
     if query_start_loc is not None:
         return "packed rows"
@@ -109,7 +110,7 @@ def mamba2_replay_limits(
         return "expanded cursors"
     operands = {"x": x, "B": B, "C": C, "z": z, "x_ring": x_ring, "B_ring": B_ring}
     packed = {name: (tensor, 2) for name, tensor in operands.items()}
-    packed |= {"state": (state, 3), "state_scale": (state_scale, 2)}
+    packed |= {"state": (state, 3), "state_scale": (state_scale, 2), "out": (out, 2)}
     return _dtypes(state, operands) or _sizes(state, only_64=True) or _layout(packed)
 
 

@@ -63,7 +63,7 @@ def _replay_values(state, x_ring, B_ring, dt_ring, ring_start, ring_committed, x
 
 @register(mutates=("state", "x_ring", "B_ring", "dt_ring", "state_scale"), cpu=naive.mamba2_replay,
           cuda="torch_replay.ops.mamba2.kernels", flashinfer="torch_replay.ops.mamba2.flashinfer",
-          check_values=_replay_values, cursor_dims=1)
+          check_values=_replay_values, cursor_dims=1, out=True)
 def mamba2_replay(
     state: Tensor,
     x_ring: Tensor,
@@ -140,7 +140,7 @@ def _update_values(state, x, dt, A, B, C, D, z, dt_bias, slots, query_lens=None,
 
 
 @register(mutates=("state",), cpu=naive.mamba2_update, cuda="torch_replay.ops.mamba2.kernels",
-          check_values=_update_values)
+          check_values=_update_values, out=True)
 def mamba2_update(
     state: Tensor,
     x: Tensor,

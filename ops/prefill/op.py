@@ -61,7 +61,7 @@ def _mamba2_values(state, ring_start, ring_committed, x, dt, A, B, C, D, z, dt_b
 
 
 @register(mutates=("state", "ring_start", "ring_committed", "state_scale"), cpu=naive.mamba2_prefill,
-          check_values=_mamba2_values, cursor_dims=1)
+          check_values=_mamba2_values, cursor_dims=1, out=True)
 def mamba2_prefill(
     state: Tensor,
     ring_start: Tensor,
@@ -151,7 +151,7 @@ def _gdn_values(state, ring_start, ring_committed, q, k, v, a, b, A_log, dt_bias
 
 
 @register(mutates=("state", "ring_start", "ring_committed", "state_scale"), cpu=naive.gdn_prefill,
-          check_values=_gdn_values, cursor_dims=1)
+          check_values=_gdn_values, cursor_dims=1, out=True)
 def gdn_prefill(
     state: Tensor,
     ring_start: Tensor,
@@ -204,7 +204,7 @@ def _kda_values(state, ring_start, ring_committed, q, k, v, a, b, A_log, dt_bias
 
 
 @register(mutates=("state", "ring_start", "ring_committed", "state_scale"), cpu=naive.kda_prefill,
-          check_values=_kda_values, cursor_dims=1)
+          check_values=_kda_values, cursor_dims=1, out=True)
 def kda_prefill(
     state: Tensor,
     ring_start: Tensor,
@@ -255,7 +255,7 @@ def _conv_values(conv_ring, x, weight, bias, positions, slots, query_lens=None, 
     check.require_range("conv_prefill", "positions", positions[slots > 0], 0, 2**62)
 
 
-@register(mutates=("conv_ring",), cpu=naive.conv_prefill, check_values=_conv_values)
+@register(mutates=("conv_ring",), cpu=naive.conv_prefill, check_values=_conv_values, out=True)
 def conv_prefill(
     conv_ring: Tensor,
     x: Tensor,
