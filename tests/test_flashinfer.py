@@ -9,6 +9,8 @@ from torch_replay.ops.backends import set_backend
 from torch_replay.ops.mamba2 import flashinfer as adapter
 from torch_replay.ops.mamba2.samples import materialize, replay
 
+KEYWORDS = [name for name, parameter in OPS["mamba2_replay"].signature.parameters.items()
+            if parameter.kind == parameter.KEYWORD_ONLY]
 REPLAYS = {
     "typical": {},
     "padded": dict(padded=2),
@@ -55,6 +57,7 @@ def shifted(arguments):
 
 
 UNSUPPORTED = {
+    "packed rows": dict(packed=True),
     "window 0": dict(route_window=0),
     "R - T": dict(ring_len=20),
     "at most 16": dict(window=32),
@@ -85,6 +88,20 @@ def test_replay_falls_back(fake, reason):
     assert fake.calls["checkpointing_ssu"] == 0 and OPS["mamba2_replay"].kernels["cuda"].calls == 1
     refused = backends.describe("mamba2_replay")["refused"]
     assert len(refused) == 1 and reason in next(iter(refused)) and set(refused.values()) == {1}
+
+
+def test_out_of_the_caller(fake):
+    """FlashInfer gets it where it is packed; heads that lie apart go to Triton."""
+    arguments = build("mamba2_replay", replay, **GEOMETRY)
+    args = [value for name, value in arguments.items() if name not in KEYWORDS]
+    kwargs = {name: arguments[name] for name in KEYWORDS}
+    rows, tokens, heads, dim = arguments["x"].shape
+    with set_backend("flashinfer", "mamba2_replay"):
+        for gap, ours in ((0, False), (3, True)):
+            out = arguments["x"].new_empty(rows, tokens, heads, dim + gap)[..., :dim]
+            kernel = backends.select(OPS["mamba2_replay"], tuple(args), kwargs | dict(out=out))
+            assert (kernel is OPS["mamba2_replay"].kernels["cuda"]) == ours
+    assert list(backends.describe("mamba2_replay")["refused"]) == ["out is not packed in its last 2 dimensions"]
 
 
 PLANS = {
