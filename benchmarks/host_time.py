@@ -77,13 +77,11 @@ def both(call: Callable[[], object]) -> dict[str, float]:
 def metadata_times(batch: int, groups: int, device: str) -> dict:
     """Metadata of a decode step over `groups` KV groups, every second one of a sliding window, block size 16."""
     names = [f"{'swa' if group % 2 else 'full'}.{group}" for group in range(groups)]
-    config = SimpleNamespace(max_num_seqs=batch, block_size=16, num_snapshots=0, state_block_size=16)
     memory = SimpleNamespace(
-        config=config, device=torch.device(device), attention_window=128, engram=None, states={},
-        kv=dict.fromkeys(names), kv_kinds={name: name.split(".")[0] for name in names})
+        device=torch.device(device), max_num_seqs=batch, num_snapshots=0, states={}, engram=None,
+        groups=[KVGroup(name, 1 << 20, 128 if name.startswith("swa") else None) for name in names])
     requests = RequestState(memory, 2048)
-    kv_groups = [KVGroup(name, 64, 128 if name.startswith("swa") else None) for name in names]
-    state = SpecializedDecodeModelState(memory, requests, kv_groups, [batch], tokens=1)
+    state = SpecializedDecodeModelState(memory, requests, None, [batch], tokens=1)
     host = requests.host
     host.num_computed[:] = 1000
     host.tables[:] = torch.randint(1, 1 << 20, host.tables.shape).numpy()

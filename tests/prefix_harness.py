@@ -67,7 +67,7 @@ class Watch:
         planned = self.planned_before + self.planned if under_way else self.planned
         for at, snapshot in request.snapshots.items():
             if at <= request.num_computed or not under_way:
-                assert (self.memory.snapshot_slot(snapshot) in planned) == (at == edge)
+                assert (self.memory.snapshot_slots(snapshot)[0] in planned) == (at == edge)
         PrefixCache.settle(self.prefix, request, before, drafts, under_way)
 
     def published(self) -> dict:
@@ -78,7 +78,7 @@ class Watch:
                 found[kind, key] = block, [cache[block] for cache in self.memory.kv[kind]]
         if self.prefix.snapshots is not None:
             for key, block in self.prefix.snapshots._block_of.items():
-                slot = self.memory.snapshot_slot(block)
+                slot = self.memory.snapshot_slots(block)[0]
                 found["state", key] = block, [
                     torch.stack([tensor[:, slot]]) for states in self.contexts
                     for tensor in (states.state, states.conv_ring, states.ring_start, states.ring_committed)]
@@ -118,7 +118,7 @@ def poison_free(runner) -> None:
             cache[free] = float("nan")
     snapshots = runner.scheduler.prefix.snapshots
     published = [] if snapshots is None else snapshots._block_of.values()
-    kept = {runner.memory.snapshot_slot(block) for block in published}
+    kept = {runner.memory.snapshot_slots(block)[0] for block in published}
     live = {request.index + 1 for request in runner.scheduler.running}
     for states in runner.memory.states.values():
         for slot in range(1, states.num_slots):

@@ -17,7 +17,6 @@ from torch_replay.models.memory import MemoryConfig, ModelMemory
 from torch_replay.ops.attention import naive as attention
 from torch_replay.ops.registry import override_kernel
 from torch_replay.states.builders import FullAttentionBuilder, ReplayAttnMetadata, SlidingWindowBuilder
-from torch_replay.states.groups import KVGroup
 from torch_replay.states.model_state import ReplayModelState
 from torch_replay.states.request_state import InputBatch, RequestState
 
@@ -55,8 +54,7 @@ def model_state(pattern=("full", "swa"), window=4, requests=6, block=4):
     model = tiny_model(pattern=pattern, window=window)
     kinds = [kind for kind in ("full", "swa") if kind in pattern]
     memory = ModelMemory(model, MemoryConfig(requests, 4, block, dict.fromkeys(kinds, 64)))
-    groups = [KVGroup(kind, 64, window if kind == "swa" else None) for kind in kinds]
-    return ReplayModelState(memory, RequestState(memory, 64), groups)
+    return ReplayModelState(memory, RequestState(memory, 64))
 
 
 def batch_of(state, rows, prefilling, computed):
@@ -100,8 +98,8 @@ def test_only_window_builders_get_the_start():
     """The builder of full attention gets nothing."""
     state = model_state()
     extra = ReplayAttnMetadata(i32(16))
-    assert extra.extra_args(FullAttentionBuilder(state.memory)) == {}
-    assert extra.extra_args(SlidingWindowBuilder(state.memory))["replay_start"] is extra.replay_start
+    assert extra.extra_args(FullAttentionBuilder(state.groups["full"])) == {}
+    assert extra.extra_args(SlidingWindowBuilder(state.groups["swa"]))["replay_start"] is extra.replay_start
 
 
 def attention_of(state, inputs):

@@ -101,7 +101,7 @@ def test_nothing_trims_nothing_is_built(monkeypatch, rows, prefilling):
     assert tail_of(state, rows, prefilling, [0] * len(rows)) is None
     assert builds == [state.builders["swa"]]
     assert tail_of(state, [(1, 9)], [True], [0]) is not None
-    assert builds[1:] == [state.builders["swa"], state.tail_builder], "a builder of its own"
+    assert builds[1:] == [state.builders["swa"], state.tail_builders["swa"]], "a builder of its own"
 
 
 @pytest.mark.parametrize("windows, exact, kept", [(1, False, 4), (1, True, 4), (3, True, 10), (3, False, 4)])

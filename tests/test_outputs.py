@@ -185,7 +185,7 @@ def check_published(runner) -> None:
     assert prefix.counts.published_blocks and prefix.counts.published_snapshots
     for tensor in runner.memory.kv["full"]:
         assert tensor[list(prefix.full_pools["full"]._block_of.values())].isfinite().all()
-    slots = [runner.memory.snapshot_slot(snapshot) for snapshot in prefix.snapshots._block_of.values()]
+    slots = [runner.memory.snapshot_slots(snapshot)[0] for snapshot in prefix.snapshots._block_of.values()]
     for states in runner.memory.states.values():
         assert states.state[:, slots].isfinite().all()  # dead columns of a conv ring may hold anything
 

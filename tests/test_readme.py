@@ -44,3 +44,10 @@ def test_source_distribution_has_what_tests_need():
     manifest = (ROOT / "MANIFEST.in").read_text().split()
     assert {"tests", "compile_tests", "benchmarks", "conftest.py", "constraints.txt"} <= set(manifest)
     assert (ROOT / "torch_replay" / "py.typed").exists() and "py.typed" in (ROOT / "setup.cfg").read_text()
+
+
+def test_drawing_of_the_layers():
+    """README draws the layers that .importlinter checks, in their order."""
+    drawn = re.findall(r"^    (\w+) {2,}\S", README.split("## Layout")[1], re.M)
+    contract = (ROOT / ".importlinter").read_text().split("layers =")[1].split("[")[0]
+    assert drawn == re.findall(r"torch_replay\.(\w+)", contract)

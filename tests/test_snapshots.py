@@ -75,7 +75,7 @@ def check_snapshots(watch, tokens, states) -> list[int]:
         if snapshot is None:
             continue
         edges.append(edge)
-        slot = watch.memory.snapshot_slot(snapshot)
+        slot = watch.memory.snapshot_slots(snapshot)[0]
         for context in watch.contexts:
             assert_close(f"edge {edge}", context.state[0, slot], states[edge][context.family], 1e-5)
             assert not context.ring_start[0, slot] and not context.ring_committed[0, slot]

@@ -13,6 +13,7 @@ from torch_replay import SpecializedDecodeModelState
 from torch_replay.graphs import compiled
 from torch_replay.models.cached import forward_hidden
 from torch_replay.models.memory import MemoryConfig, ModelMemory
+from torch_replay.states import specialized_decode
 from torch_replay.states.builders import FullAttentionBuilder
 from torch_replay.states.groups import KVGroup
 from torch_replay.states.model_state import ReplayModelState
@@ -67,9 +68,15 @@ def tensors(batch) -> dict[str, torch.Tensor]:
     return found
 
 
+def fill(state, inputs, rows):
+    """For steps of metadata alone, which nobody commits."""
+    state.fill(inputs, rows)
+    state.abandon_step()
+
+
 def eager(state, size, tokens, rows):
     inputs = state.decode_inputs(size, tokens)
-    state.fill(inputs, rows)
+    fill(state, inputs, rows)
     batch = state.prepare_inputs(inputs)
     state.prepare_attn(batch, inputs)
     return batch
@@ -95,7 +102,7 @@ def test_equals_an_eager_build(device):
         warnings.simplefilter("error")
         for rows in STEPS * 2:
             key = state.key(len(rows))
-            state.fill(state.inputs(key), rows)
+            fill(state, state.inputs(key), rows)
             got, want = tensors(state.replay(key)), tensors(eager(plain, key[0], 2, rows))
             assert got.keys() == want.keys()
             for name, value in want.items():
@@ -115,7 +122,7 @@ def test_a_forward_elsewhere():
     key = state.key(2)
     kept = state.replay(key)
     for rows in STEPS[:2]:
-        state.fill(state.inputs(key), rows)
+        fill(state, state.inputs(key), rows)
         state.replay(key)
         want = forward_hidden(model, plain.memory, eager(plain, key[0], 2, rows), prefill=False)
         assert torch.equal(forward_hidden(model, state.memory, kept, prefill=False), want)
@@ -127,9 +134,9 @@ def test_a_stale_tensor_shows():
     _, state, plain = states()
     state.warm_up(quiet=True)
     key = state.key(2)
-    state.fill(state.inputs(key), STEPS[0])
+    fill(state, state.inputs(key), STEPS[0])
     got = tensors(state.replay(key))
-    state.fill(state.inputs(key), STEPS[4])
+    fill(state, state.inputs(key), STEPS[4])
     want = tensors(eager(plain, key[0], 2, STEPS[4]))
     assert not torch.equal(got["positions"], want["positions"])
 
@@ -147,7 +154,11 @@ def test_warm_up_changes_nothing():
     assert state.capture_keys() == [(6, 12), (4, 8), (2, 4)]
     inputs = state.padded_decode_batch((4, 8))
     assert inputs.query_lens.tolist() == [0] * 4 and inputs.idx_mapping.tolist() == [-1] * 4
-    assert inputs.num_reqs.tolist() == [0] and inputs.max_seq_len == LENGTH
+    assert inputs.num_reqs.tolist() == [0]
+    batch = state.prepare_inputs(inputs)
+    assert batch.seq_lens.tolist() == [LENGTH] * 4 and batch.max_seq_len == LENGTH and batch.max_query_len == 2
+    fill(state, inputs, STEPS[0][:1])
+    assert state.prepare_inputs(inputs).seq_lens.tolist()[1:] == [0] * 3, "while it serves, padding has no length"
 
 
 @torch.no_grad()
@@ -159,7 +170,7 @@ def test_counts_vary_without_recompiles():
             compiled.torch, "compile", side_effect=AssertionError("compiled again")):
         for rows in STEPS:
             key = state.key(len(rows))
-            state.fill(state.inputs(key), rows)
+            fill(state, state.inputs(key), rows)
             state.replay(key)
 
 
@@ -169,7 +180,7 @@ def test_unknown_key_warns_once():
     _, state, plain = states(sizes=(2, 6))
     state.warm_up(quiet=True)
     key, rows = (5, 10), STEPS[3]
-    state.fill(state.inputs(key), rows)
+    fill(state, state.inputs(key), rows)
     with pytest.warns(UserWarning, match=r"key \(5, 10\) was not recorded"):
         got = tensors(state.replay(key))
     want = tensors(eager(plain, 5, 2, rows))
@@ -190,7 +201,7 @@ def test_release():
     memory = ModelMemory(model, MemoryConfig(REQUESTS, 2, BLOCK, {"full": 32, "swa": 32}))
     state.initialize_kv_cache(memory)
     assert not entries(code) and not state._built
-    state.fill(state.inputs((2, 4)), [])
+    fill(state, state.inputs((2, 4)), [])
     with pytest.warns(UserWarning, match="recorded: \\[\\]"):
         state.replay((2, 4))
     state.warm_up(quiet=True)
@@ -201,16 +212,24 @@ class Unrecordable(FullAttentionBuilder):
     recordable = False
 
 
-def test_builders_declare_themselves():
-    """One class that does not say it is recordable keeps the state from recording, until it is replaced."""
-    _, state, _ = states()
+@torch.no_grad()
+def test_builders_declare_themselves(monkeypatch):
+    """With one class that does not say it is recordable, steps are built eagerly, right, and the log says why."""
+    _, state, plain = states()
     assert state.can_record()
-    state.builders["full"] = Unrecordable(state.memory)
-    assert state.can_record(), "found out once"
-    state.release()
-    assert not state.can_record()
-    with pytest.raises(ValueError, match="builders Unrecordable: expected classes with recordable = True"):
+    state.builders["full"] = Unrecordable(state.groups["full"])
+    assert not state.can_record() and state.can_record([builder for builder in state.builders.values()
+                                                        if type(builder) is not Unrecordable])
+    lines = []
+    monkeypatch.setattr(specialized_decode.logger, "warning", lambda text, *values: lines.append(text % values))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         state.warm_up(quiet=True)
+        key = state.key(2)
+        fill(state, state.inputs(key), STEPS[0])
+        got, want = tensors(state.replay(key)), tensors(eager(plain, key[0], 2, STEPS[0]))
+    assert len(lines) == 1 and "builder of group full, Unrecordable" in lines[0] and state._built[key].run is None
+    assert all(torch.equal(got[name], value) for name, value in want.items())
 
 
 @pytest.mark.parametrize("options, message", [
@@ -244,7 +263,7 @@ def test_lookback_stays_in_place():
     state.warm_up(quiet=True)
     assert (state.lookback == -1).all(), "padding has no tokens before it"
     key = state.key(1)
-    state.fill(state.inputs(key), [(3, [5, 6])])
+    fill(state, state.inputs(key), [(3, [5, 6])])
     state.replay(key)
     first = int(state.requests.host.num_computed[3])
     depth = state.lookback.shape[1]

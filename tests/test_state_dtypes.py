@@ -180,6 +180,7 @@ def steps_from_one_start(runner, count: int, reset_seeds: bool) -> tuple[torch.T
             seeds.copy_(first)
         runner.state.fill(runner.decode.inputs, [(request.index, [request.output_ids[-1]])])
         runner.decode.run["greedy"]()
+        runner.state.committed(runner.decode.inputs)
         found.append(decoded(states, slot))
     return torch.stack(found), exact[:, slot]
 

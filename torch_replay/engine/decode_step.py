@@ -19,7 +19,7 @@ from ..models.cached import Batch, forward_hidden
 from ..models.memory import ModelMemory
 from ..states.model_state import DefaultModelState
 from ..states.replay_context import ReplayContext
-from ..states.request_state import InputBatch, RequestState
+from ..states.request_state import RequestState
 from .sampling import count_accepted, sample_tokens
 
 ROUTES = ("greedy", "sampled")
@@ -69,7 +69,6 @@ class DecodeStep:
         self.compiled, self.guarded = compiled, guarded
         self.inputs = state.decode_inputs(rows, tokens)
         self.inputs.upload.records = False
-        self.no_prefill = torch.zeros(rows, dtype=torch.bool, device=self.inputs.upload.buffer.device)
         self.download = Download((rows, tokens + 2), torch.int32, self.inputs.upload.buffer.device)
         bind = (lambda function: function) if packed is None else packed.bind
         self._routes = {route: bind(getattr(self, f"_{route}")) for route in ROUTES}
@@ -119,7 +118,7 @@ class DecodeStep:
         accepted = count_accepted(samples, batch.input_ids, batch.query_lens)
         # One tensor, which the commit reads: else Inductor moves the cursors' read behind the commit, and clones them.
         counts = torch.stack([accepted, flushing(state.memory, batch)], 1)
-        commit(state, batch, inputs, counts[:, 0], self.no_prefill)
+        state.commit(batch, inputs, counts[:, 0])
         self._note_last(samples, counts[:, 0])
         return torch.cat([samples, counts], 1)
 
@@ -137,6 +136,7 @@ class DecodeStep:
         if self.download.pinned:
             torch.compiler.cudagraph_mark_step_begin()
         ticket = self.download.start(self.run[route]())
+        self.state.committed(self.inputs)
         if self.download.pinned:
             self.inputs.upload.sent_before(self.download.event)
         return Flight(self, len(rows), ticket)
@@ -177,19 +177,3 @@ def flushing(memory: ModelMemory, batch: Batch) -> Tensor:
             committed = states.cursors(0)[1][slots.long()]
             return ((slots > 0) & (committed + batch.query_lens > batch.windows[family])).int()
     return torch.zeros_like(batch.query_lens, dtype=torch.int32)
-
-
-def commit(state: DefaultModelState, batch: Batch, inputs: InputBatch, accepted: Tensor, is_prefilling: Tensor) -> None:
-    """Moves cursors (or, without replay, current slots) by the accepted tokens of each row; publishes snapshots."""
-    for states in state.memory.states.values():
-        if isinstance(states, ReplayContext):
-            # of this very step: what is kept beside a parameter would be stale once the parameter changes
-            decays = states.family == "mamba2" and states.mode == "align"
-            # lengths and acceptance are known by row: the row stands for its request; all live columns are alike
-            states.postprocess(batch.first, accepted, is_prefilling, inputs.num_reqs, query_lens=batch.query_lens,
-                               live_cols=states.live_cols[: len(accepted)], idx_mapping=inputs.by_row,
-                               window=batch.windows[states.family],
-                               A=torch.stack(batch.decay_rates) if decays else None)
-        else:
-            # a prefill leaves its state in the current slot
-            states.accept(inputs.idx_mapping, torch.where(is_prefilling, 0, accepted))

@@ -24,7 +24,7 @@ from .measure import measure_back_ends
 from .output import RequestOutput, Stream
 from .prefill_step import PrefillStep, prefill, warm_up_prefill
 from .request import Request, SamplingParams, check_token_ids
-from .scheduler import KVGroup, Plan, Scheduler
+from .scheduler import Plan, Scheduler
 from .startup_cache import cache_file, reused
 from .stats import CompileCounts, Stats
 
@@ -74,23 +74,21 @@ class Engine:
         kinds = [kind for kind in ("full", "swa") if kind in model.config.pattern]
         per_request = -(-length // config.block_size)
         blocks = config.num_blocks or 1 + config.max_num_seqs * per_request
-        windows = {"full": None, "swa": model.config.sliding_window}
-        groups = [KVGroup(kind, blocks, windows[kind]) for kind in kinds]
         state_block_size = config.state_block_size or config.block_size
         num_snapshots = self._num_snapshots(model, config)
-        self.scheduler = Scheduler(
-            groups, max_num_seqs=config.max_num_seqs, max_model_len=length, block_size=config.block_size,
-            prefill_budget=config.prefill_budget, chunk_size=config.chunk_size, prefill_rows=config.prefill_rows,
-            num_spec=config.num_spec, drafter=drafter or (PromptLookup() if config.num_spec else NoDraft()),
-            prefix_cache=config.prefix_cache, num_snapshots=num_snapshots, state_block_size=state_block_size)
         self.memory = ModelMemory(model, MemoryConfig(
             config.max_num_seqs, tokens, config.block_size, dict.fromkeys(kinds, blocks), config.window,
             config.ring_len, config.replay, num_snapshots or 0, state_block_size, length, config.state_dtype,
             config.dtype, config.ring_dtype, config.stochastic_rounding), model.embedding.weight.device)
+        self.scheduler = Scheduler(
+            self.memory.groups, max_num_seqs=config.max_num_seqs, max_model_len=length, block_size=config.block_size,
+            prefill_budget=config.prefill_budget, chunk_size=config.chunk_size, prefill_rows=config.prefill_rows,
+            num_spec=config.num_spec, drafter=drafter or (PromptLookup() if config.num_spec else NoDraft()),
+            prefix_cache=config.prefix_cache, num_snapshots=num_snapshots, state_block_size=state_block_size)
         requests = RequestState(self.memory, length)
         tail_windows = model.config.decoder_replay_windows
         if config.prefix_cache or tail_windows:
-            self.state = ReplayModelState(self.memory, requests, groups, tail_windows, config.exact_decoder_replay)
+            self.state = ReplayModelState(self.memory, requests, None, tail_windows, config.exact_decoder_replay)
         else:
             self.state = DefaultModelState(self.memory, requests)
         cuda = self.memory.device.type == "cuda"
@@ -309,6 +307,7 @@ class Engine:
         if self.memory.device.type == "cuda":
             torch.cuda.synchronize(self.memory.device)  # copies that nobody waits for any more read pinned memory
         self._launched = None
+        self.state.abandon_step()
         for stream, output in self._outputs:
             stream.settle(output)
             if output.finish_reason is not None and not stream.request.finished:

@@ -19,7 +19,7 @@ from ..states.replay_context import ReplayContext
 from ..states.request_state import InputBatch
 from ..states.token_history import HostPrefetch, Rows
 from ..states.warmup import temporary_ring_state
-from .decode_step import commit, sample, sound
+from .decode_step import sample, sound
 
 if TYPE_CHECKING:
     from .parallel import Agreed
@@ -108,6 +108,7 @@ class PrefillStep:
         torch._dynamo.mark_dynamic(ids, [0, 1] if height > 1 else 1)
         with self.watch(("prefill", graph)):
             samples, hidden = self.run[graph](ids)
+        self.state.committed(self.inputs)
         return _results(self.model, self.state, rows, following, samples, hidden)
 
 
@@ -120,25 +121,19 @@ def run_chunks(model: HybridModel, state: DefaultModelState, inputs: InputBatch)
     memory, (rows, tokens) = state.memory, inputs.input_ids.shape
     batch = state.prepare_inputs(inputs)
     state.prepare_attn(batch, inputs)
-    row = torch.arange(rows, device=memory.device)
-    for states in memory.states.values():
-        if isinstance(states, ReplayContext) and states.mode == "align":
-            states.reset_new_slots(inputs.view("src_cols"), inputs.view("dst_cols"), row)
     hidden = forward_hidden(model, memory, batch, prefill=True)
-    last = inputs.query_lens.long() - 1
+    row, last = torch.arange(rows, device=memory.device), inputs.query_lens.long() - 1
     logits = model.logits(hidden[row, last]).float()
     positions = batch.positions.view(rows, tokens)[row, last]
     samples = sample(state.requests, logits[:, None], positions[:, None], inputs.idx_mapping)
-    commit(state, batch, inputs, inputs.query_lens, inputs.is_prefilling)
+    state.commit(batch, inputs, inputs.query_lens)
     return sound(samples[:, 0], logits), hidden
 
 
 def _results(model: HybridModel, state: DefaultModelState, rows: Rows, following: list[list[int]], samples: Tensor,
              hidden: Tensor) -> tuple[list[int], list[list[float]]]:
-    """What `prefill` returns; and the states of the rows have begun."""
+    """What `prefill` returns."""
     logprobs = [prompt_logprobs(model, hidden[row], wanted) if wanted else None for row, wanted in enumerate(following)]
-    for index, _ in rows:
-        state.requests.host.fresh.pop(index, None)
     return samples[: len(rows)].tolist(), [[] if values is None else values.tolist() for values in logprobs]
 
 

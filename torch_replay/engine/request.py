@@ -201,6 +201,11 @@ class Request:
         return Tokens(self)
 
     @property
+    def token_ids(self) -> "Tokens":
+        """The view, by the name that model states know."""
+        return self.view
+
+    @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.output_ids) + self.pending
 

@@ -157,7 +157,7 @@ def _store_states(states, place, final, at_edges, batch):
     """Hands the state [B, ...] over as the new checkpoint, those at edges [B, E, ...] as snapshots."""
     _store_state(states, place, final, _slots(batch.state_slots, states, place).long())
     if batch.edges is not None:
-        _store_state(states, place, at_edges.flatten(0, 1), batch.edge_slots.flatten().long())
+        _store_state(states, place, at_edges.flatten(0, 1), _slots(batch.edge_slots, states, place).flatten().long())
 
 
 def _store_state(states, place, final, slots):
@@ -191,7 +191,8 @@ def _append_conv(states, place, raw, batch):
     ring, slots = states.conv_ring[place], _slots(batch.conv_slots, states, place).long()[:, None]
     length, ends, live = ring.shape[2], batch.query_lens.long()[:, None], ring[slots]
     if batch.edges is not None:
-        ends, slots = torch.cat([ends, batch.edges.long()], 1), torch.cat([slots, batch.edge_slots.long()], 1)
+        ends = torch.cat([ends, batch.edges.long()], 1)
+        slots = torch.cat([slots, _slots(batch.edge_slots, states, place).long()], 1)
     column = torch.arange(length, device=raw.device)
     # the newest token before each end that falls on each column, counted from the row's first token
     token = ends[..., None] - 1 - ((batch.first[:, None] + ends)[..., None] - 1 - column) % length

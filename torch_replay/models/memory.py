@@ -5,6 +5,7 @@ from typing import Optional
 
 import torch
 
+from ..states.groups import KVGroup
 from ..states.replay_context import PlainStates, ReplayContext, StateGroup, StateLayer
 from . import HybridConfig, HybridModel
 
@@ -38,9 +39,9 @@ class ModelMemory:
 
     Attributes:
         states: family -> ReplayContext, or PlainStates without replay. One context per family, one group in each.
-        kv: KV group -> caches of its layers in one tensor [layers, blocks, block_size, 2, KVH, D], so that a compiled
-            step has one input for all of them. kv_kinds: KV group -> kind of its layers; here one group for each kind.
-        attention_window: SW. engram: the model's `EngramStore`, or None.
+        groups: KV groups, here one for each kind of attention, of its name. kv: by group, the caches of its layers in
+            one tensor [layers, blocks, block_size, 2, KVH, D], so that a compiled step has one input for all of them.
+        max_num_seqs, num_snapshots: of the config. engram: the model's `EngramStore`, or None.
         place: for each sublayer, its index among the layers of its kind.
     """
 
@@ -48,9 +49,9 @@ class ModelMemory:
         self.config, self.device = config, torch.device(device)
         pattern = model.config.pattern
         self.place = [pattern[:i].count(kind) for i, kind in enumerate(pattern)]
-        self.attention_window = model.config.sliding_window
+        self.max_num_seqs, self.num_snapshots = config.max_num_seqs, config.num_snapshots
         self.engram = model.engram
-        self.states, self.kv = {}, {}
+        self.states, self.kv, self.groups = {}, {}, []
         for family in STATE_KINDS:
             layers = [state_layer(model.config, config, family, i) for i, kind in enumerate(pattern) if kind == family]
             if layers and config.replay:
@@ -61,12 +62,13 @@ class ModelMemory:
             shape = (pattern.count(kind), config.num_blocks.get(kind, 0), config.block_size, 2,
                      model.config.num_kv_heads, model.config.head_dim)
             if kind in pattern:
+                window = model.config.sliding_window if kind == "swa" else None
+                self.groups.append(KVGroup(kind, config.num_blocks[kind], window, config.block_size, kind))
                 self.kv[kind] = torch.zeros(shape, dtype=config.dtype, device=device)
-        self.kv_kinds = {kind: kind for kind in self.kv}
 
-    def snapshot_slot(self, snapshot: int) -> int:
-        """Slot of a snapshot, numbered from 1, in the pools of every family."""
-        return self.config.max_num_seqs + snapshot
+    def snapshot_slots(self, snapshot: int) -> list[int]:
+        """Slots of a snapshot, numbered from 1: the same in the pools of every family."""
+        return [self.max_num_seqs + snapshot] * len(self.states)
 
 
 def replay_context(family: str, layers: list[StateLayer], config: MemoryConfig, device) -> ReplayContext:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Optional
+from typing import Optional, Union
 
 import torch
 from torch import Tensor
@@ -188,14 +188,16 @@ class ReplayContext:
             rings=dict(zip(names, self.rings, strict=True)), layer_group=self.layer_group, window=self.window,
             ring_start=self.ring_start[:, : self.num_slots], ring_committed=self.ring_committed[:, : self.num_slots])
 
-    def reset_new_slots(self, src_cols: Tensor, dst_cols: Tensor, idx_mapping: Optional[Tensor] = None) -> None:
+    def reset_new_slots(self, src_cols: Tensor, dst_cols: Tensor, idx_mapping: Optional[Tensor] = None,
+                        num_reqs: Union[Tensor, int, None] = None) -> None:
         """Prepares the slots of admitted or moved requests, per batch row and group; one call, traceable.
 
         dst slot = block_tables[dst_cols[req]], src likewise (negative or out of range: none). With a src, the whole
         slot and its cursors are copied; without one, the checkpoint is zeroed and the cursors are 0, 0. Rows without
-        a dst change nothing.
+        a dst change nothing, nor do those from `num_reqs` on.
         """
         rows = (dst_cols if idx_mapping is None else idx_mapping).shape[0]
+        idx_mapping = _bounded(idx_mapping, num_reqs, rows, dst_cols.device)
         tables = self.block_tables[:, :rows]
         src, dst = _slot_at(tables, src_cols, idx_mapping), _slot_at(tables, dst_cols, idx_mapping)
         every_row = torch.arange(rows, dtype=torch.int32, device=dst.device)
@@ -209,15 +211,17 @@ class ReplayContext:
         ops.ring_reset(self.ring_start, self.ring_committed, tables, src_cols, dst_cols, idx_mapping)
 
     def postprocess(
-        self, num_computed: Tensor, num_accepted: Tensor, is_prefilling: Tensor, num_reqs: Tensor, *,
+        self, num_computed: Tensor, num_accepted: Tensor, is_prefilling: Tensor,
+        num_reqs: Union[Tensor, int, None] = None, *,
         query_start_loc: Optional[Tensor] = None, query_lens: Optional[Tensor] = None,
         live_cols: Optional[Tensor] = None, idx_mapping: Optional[Tensor] = None, window: Optional[int] = None,
         post_step: bool = False, A: Optional[Tensor] = None,
     ) -> None:
         """Commits a step's cursors and, in mode align, publishes snapshots at block edges; one call, traceable.
 
-        Arguments as in `ops.ring_commit`; `window` must be the one that the forward used (default: W). A: decay rates
-        [L, H] float32 that the forward used, which snapshots of Mamba-2 need.
+        Arguments as in `ops.ring_commit`; `window` must be the one that the forward used (default: W). num_reqs: rows
+        from there on change nothing, an int or int32 of one element; None: rows count whose request is not negative.
+        A: decay rates [L, H] float32 that the forward used, which snapshots of Mamba-2 need.
 
         Raises:
             ValueError: no A where snapshots need it; nothing has been written.
@@ -225,11 +229,13 @@ class ReplayContext:
         align = self.mode == "align"
         if align and self.family == "mamba2" and A is None:
             raise ValueError("postprocess: A is None, expected the layers' decay rates [L, H] for snapshots of Mamba-2")
+        rows = is_prefilling.shape[0]
+        idx_mapping = _bounded(idx_mapping, num_reqs, rows, is_prefilling.device)
         plan = self.commit(num_computed, num_accepted, is_prefilling, query_start_loc, query_lens, live_cols,
                            idx_mapping, window, post_step)
         if align:
             src, dst, _, count = plan
-            active, _ = ops.compact_active(count, num_reqs)
+            active, _ = ops.compact_active(count, count.new_full((1,), rows))
             self.materialize(plan, active, A)
             if self.conv_ring is not None:
                 ops.copy_slots(self.conv_ring, src, dst, self.layer_group, active)
@@ -310,6 +316,14 @@ class PlainStates:
         swapped = own.scatter(1, row, current)
         swapped = torch.cat([chosen, swapped[:, 1:]], 1)
         self.own_slots.copy_(padded.index_copy(0, req, swapped)[:-1])
+
+
+def _bounded(idx_mapping: Optional[Tensor], num_reqs: Union[Tensor, int, None], rows: int, device) -> Optional[Tensor]:
+    """The request of each of `rows` rows, -1 from `num_reqs` on; None stands for rows that are requests."""
+    if num_reqs is None:
+        return idx_mapping
+    row = torch.arange(rows, dtype=torch.int32, device=device)
+    return torch.where(row < num_reqs, row if idx_mapping is None else idx_mapping, -1)
 
 
 def _slot_at(tables: Tensor, cols: Tensor, idx_mapping: Optional[Tensor]) -> Tensor:

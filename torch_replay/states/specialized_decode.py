@@ -4,9 +4,10 @@
 itself, or compiled apart) still pays the host for every small kernel of the metadata; here they are one launch.
 """
 
+import logging
 import warnings
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Optional
+from collections.abc import Iterable, Sequence
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -14,12 +15,13 @@ from torch import Tensor
 from ..graphs.compiled import compile_alone, forget_compiled, mark_static
 from ..progress import shown
 from .batch import Batch
+from .builders import is_recordable
+from .groups import KVGroup
 from .model_state import ReplayModelState
+from .protocols import Memory
 from .request_state import InputBatch, RequestState
 
-if TYPE_CHECKING:
-    from ..models.memory import ModelMemory
-
+logger = logging.getLogger(__name__)
 Key = tuple[int, int]  # padded requests, padded tokens
 
 
@@ -43,7 +45,7 @@ class KeptTensors:
 class SpecializedDecodeModelState(ReplayModelState):
     """The latency path of full decode steps: no prompts, no rows resized on the device, no micro-batches.
 
-        state = SpecializedDecodeModelState(memory, requests, groups, sizes=[1, 8, 64], tokens=1)
+        state = SpecializedDecodeModelState(memory, RequestState(memory, max_model_len), sizes=[1, 8, 64], tokens=1)
         state.warm_up()                          # compiles and records every key
         key = state.key(len(rows))               # of each step
         state.fill(state.inputs(key), rows)      # one upload
@@ -61,8 +63,9 @@ class SpecializedDecodeModelState(ReplayModelState):
         compiled: False builds eagerly, into the same tensors.
     """
 
-    def __init__(self, memory: "ModelMemory", requests: RequestState, groups: list, sizes: Iterable[int],
-                 tokens: int = 1, tail_windows: int = 0, exact: bool = False, compiled: bool = True):
+    def __init__(self, memory: Memory, requests: RequestState, groups: Optional[Sequence[KVGroup]] = None,
+                 sizes: Iterable[int] = (), tokens: int = 1, tail_windows: int = 0, exact: bool = False,
+                 compiled: bool = True):
         self.sizes, self.tokens, self.compiled = sorted(set(sizes)), tokens, compiled
         if not self.sizes or self.sizes[0] < 1 or self.sizes[-1] > requests.size:
             raise ValueError(f"sizes is {self.sizes}, expected numbers of requests from 1 to {requests.size}")
@@ -71,7 +74,7 @@ class SpecializedDecodeModelState(ReplayModelState):
         self._built: dict[Key, _Metadata] = {}
         super().__init__(memory, requests, groups, tail_windows, exact)
 
-    def initialize_kv_cache(self, memory: "ModelMemory") -> None:
+    def initialize_kv_cache(self, memory: Memory) -> None:
         """Takes other pools. What was recorded reads the old ones and is released: `warm_up` records again."""
         self.release()
         super().initialize_kv_cache(memory)
@@ -88,13 +91,8 @@ class SpecializedDecodeModelState(ReplayModelState):
         return [(size, size * self.tokens) for size in reversed(self.sizes)]
 
     def can_record(self, builders: Optional[Iterable] = None) -> bool:
-        """Whether every builder's class declares `recordable = True`; found out once, until `release`.
-
-        builders: None for this state's own."""
-        if self._recordable is None:
-            found = self.builders.values() if builders is None else builders
-            self._recordable = all(getattr(type(builder), "recordable", False) for builder in found)
-        return self._recordable
+        """Whether every builder's class declares `recordable = True`. builders: None for this state's own."""
+        return all(map(is_recordable, self.builders.values() if builders is None else builders))
 
     def inputs(self, key: Key) -> InputBatch:
         """The persistent inputs of a key, to be given to `fill`."""
@@ -102,23 +100,28 @@ class SpecializedDecodeModelState(ReplayModelState):
 
     def padded_decode_batch(self, key: Key) -> InputBatch:
         """The inputs of a key as they are recorded: every request is padding, so that no request's memory is written,
-        and a builder that sizes something on the host sees the longest sequence there can be."""
+        and of the longest length there can be, for builders that size something by lengths."""
         inputs = self.inputs(key)
         self.fill(inputs, [])
-        inputs.max_seq_len = self.requests.kv_tables.shape[2] * self.memory.config.block_size
+        self.abandon_step()
+        inputs.upload.begin()["padding_len"][0] = self.requests.max_model_len
+        inputs.upload.send()
         return inputs
 
     @torch.no_grad()
     def warm_up(self, quiet: bool = False) -> None:
         """Compiles and records the metadata of every key anew. No request's memory changes. quiet: no progress bar.
 
-        Raises ValueError if a builder is not recordable.
+        With a builder that is not recordable, nothing is recorded: steps are built eagerly, and a line in the log says
+        why.
         """
         self.release()
         if not self.can_record():
-            names = [type(builder).__name__ for builder in self.builders.values()
-                     if not getattr(type(builder), "recordable", False)]
-            raise ValueError(f"builders {', '.join(names)}: expected classes with recordable = True")
+            for name, builder in self.builders.items():
+                if not is_recordable(builder):
+                    logger.warning("decode metadata is built eagerly: the builder of group %s, %s, does not declare "
+                                   "recordable = True", name, type(builder).__name__)
+            return
         for key in shown(self.capture_keys(), "recording metadata of decode steps", quiet):
             self.padded_decode_batch(key)
             metadata = self._metadata(key)
@@ -132,7 +135,7 @@ class SpecializedDecodeModelState(ReplayModelState):
         """
         metadata = self._metadata(key)
         if metadata.run is None:
-            if key not in self._warned:
+            if self.can_record() and key not in self._warned:
                 self._warned.add(key)
                 warnings.warn(f"decode metadata of key {key} was not recorded and is built eagerly; recorded: "
                               f"{[key for key, made in self._built.items() if made.run is not None]}", stacklevel=2)
@@ -148,7 +151,7 @@ class SpecializedDecodeModelState(ReplayModelState):
         """
         for metadata in self._built.values():
             metadata.release()
-        self._built, self._recordable, self._warned = {}, None, set()
+        self._built, self._warned = {}, set()
 
     def _metadata(self, key: Key) -> "_Metadata":
         if key not in self._built:
@@ -165,7 +168,7 @@ class _Metadata:
     def __init__(self, state: SpecializedDecodeModelState, rows: int, tokens: int):
         self.state, self.kept = state, KeptTensors()
         self.inputs = state.decode_inputs(rows, tokens)
-        self.inputs.allocate = self.kept
+        self.inputs.allocate, self.inputs.pads = self.kept, True
         self.batch: Optional[Batch] = None
         self.run = None
 

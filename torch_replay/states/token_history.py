@@ -6,6 +6,7 @@ measures that time, and what running it beside the layers before would save. (Pr
 in the step saves nothing: rows in host memory are not kept there, those on the device are read in 4 us.)
 """
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Optional
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from .. import ops
 from ..graphs.compiled import mark_static
+from .batch import rows_of_tokens
 
 Rows = list[tuple[int, list[int]]]  # of (request index, token ids)
 Context = tuple[Tensor, Tensor]  # of one layer: entries [B, T, columns * D] and masked tokens [B, T]
@@ -44,32 +46,40 @@ class TokenHistory:
         row = torch.where(inside, req[:, None], self.ids.shape[0] - 1)
         self.ids.index_put_((row, position.clamp(min=0).long()), tokens)
 
+    def admit(self, index: int, tokens: Sequence[int]) -> None:
+        """A request takes the index, `tokens` of which are computed already: elsewhere, or by an earlier owner of what
+        it was given."""
+        oldest = max(len(tokens) - self.lookback_depth, 0)
+        newest = torch.tensor(list(tokens[oldest:]), dtype=torch.int32)
+        self.ids[index, oldest : len(tokens)].copy_(newest)
+
     def prefetch(self, rows: Rows, computed: np.ndarray, before: Optional[list[list[int]]], height: int,
                  width: int) -> None:
         """Nothing to do: the step looks its rows up itself."""
 
     def contexts(self, input_ids: Tensor, batch, idx_mapping: Tensor, num_reqs: Tensor) -> list[Context]:
-        """What each engram layer reads for a step's inputs [B, T], which the history takes over.
+        """What each engram layer reads for a step's inputs, [B, T] or packed [tokens], which the history takes over.
 
         Filler tokens read no rows. The lookback lies before a row's inputs, so the order of the two does not matter.
         """
-        store, (rows, tokens) = self.store, input_ids.shape
+        store, rows = self.store, idx_mapping.shape[0]
         lookback = self.lookback[:rows]
+        self.lookback[rows:].fill_(-1)
         layout = batch.query_start_loc, idx_mapping, num_reqs, batch.query_lens
         ops.engram_lookback(lookback, self.ids, batch.positions, *layout)
         row_ids = store.rows(input_ids.flatten(), batch.positions, batch.query_start_loc, lookback, batch.query_lens)
         entries = store.entries(row_ids)
-        self._write(input_ids, batch.positions, idx_mapping, batch.query_lens)
+        self._write(input_ids, batch.positions, idx_mapping, batch.query_start_loc, batch.query_lens)
         masked = store.masked(input_ids)
-        return [(layer.unflatten(0, (rows, tokens)), masked) for layer in entries.unbind(1)]
+        return [(layer.unflatten(0, input_ids.shape), masked) for layer in entries.unbind(1)]
 
-    def _write(self, input_ids: Tensor, positions: Tensor, idx_mapping: Tensor, query_lens: Tensor) -> None:
-        """Takes over inputs [B, T] at positions [B * T]; filler and empty rows write nowhere."""
-        rows, tokens = input_ids.shape
-        real = torch.arange(tokens, device=input_ids.device) < query_lens[:, None]
-        real &= (idx_mapping >= 0)[:, None]
-        req = torch.where(real, idx_mapping[:, None], self.ids.shape[0] - 1).long()
-        self.ids.index_put_((req, positions.view(rows, tokens)), input_ids.int())
+    def _write(self, input_ids: Tensor, positions: Tensor, idx_mapping: Tensor, query_start_loc: Tensor,
+               query_lens: Tensor) -> None:
+        """Takes over inputs at positions [tokens]; filler and empty rows write nowhere."""
+        row, inside = rows_of_tokens(input_ids, query_start_loc, query_lens)
+        req = idx_mapping[row]
+        req = torch.where(inside & (req >= 0), req, self.ids.shape[0] - 1).long()
+        self.ids.index_put_((req, positions), input_ids.flatten().int())
 
 
 class HostPrefetch:
@@ -85,6 +95,10 @@ class HostPrefetch:
         self.history, self.device = TokenHistory(store.on_host(), max_reqs, max_len, "cpu"), device
         self.kept: dict[tuple[int, int], list[Context]] = {}  # buffers by rows and tokens of a step
         self.current: list[Context] = []  # for the step to come
+
+    def admit(self, index: int, tokens: Sequence[int]) -> None:
+        """As in `TokenHistory`."""
+        self.history.admit(index, tokens)
 
     def prefetch(self, rows: Rows, computed: np.ndarray, before: Optional[list[list[int]]], height: int,
                  width: int) -> None:

@@ -293,14 +293,14 @@ def warm_up_replay_kernels(state: DefaultModelState) -> None:
     """Runs the kernels of bounded replay that a batch of padding never launches, on scratch tensors: slot padding (with
     a prefix cache) and the gathering of kept rows (with decoder-side replay). Nothing to do for a state without them.
     """
-    if not isinstance(state, ReplayModelState) or not state.memory.kv:
+    if not isinstance(state, ReplayModelState) or not state.groups:
         return
-    device, kinds = state.memory.device, len(state.memory.kv)
-    tokens = state.memory.config.block_size
+    device, groups = state.memory.device, list(state.groups.values())
+    tokens = groups[0].block_size
     # one row of `tokens` tokens, of which the last stays: the others replay, or are dropped
     ends = torch.tensor([0, tokens], dtype=torch.int32, device=device)
     positions = torch.arange(1, tokens + 1, device=device)
-    slots = positions.repeat(kinds, 1)
+    slots = positions.repeat(len(groups), 1)
     lens, one = ends[1:].clone(), torch.ones(1, dtype=torch.int32, device=device)
     if state.replay_window:
         ops.pad_replayed_slots(slots, state.cacheable_groups, ends, positions, one, lens, window=state.replay_window)
