@@ -55,7 +55,7 @@ def gather_block_tables(block_tables: Tensor, request_tables: Tensor, idx_mappin
 
 @register(mutates=("ring_start", "ring_committed"), cpu=naive.ring_reset,
           cuda="torch_replay.ops.ring.kernels", check_values=reset_values, cursor_dims=2)
-def ring_reset(
+def _ring_reset(
     ring_start: Tensor,
     ring_committed: Tensor,
     block_tables: Tensor,
@@ -86,6 +86,40 @@ def ring_reset(
     shapes("src_cols", src_cols, "reqs", INDEX)
     shapes("dst_cols", dst_cols, "reqs", INDEX)
     _check_requests(shapes, idx_mapping)
+
+
+def ring_reset(
+    ring_start: Tensor,
+    ring_committed: Tensor,
+    block_tables: Tensor,
+    src_cols: Tensor,
+    dst_cols: Tensor,
+    idx_mapping: Optional[Tensor] = None,
+    num_reqs: Optional[Tensor] = None,
+) -> None:
+    idx_mapping = _used_rows("ring_reset", block_tables, idx_mapping, num_reqs)
+    return _ring_reset(ring_start, ring_committed, block_tables, src_cols, dst_cols, idx_mapping)
+
+
+NUM_REQS = """
+
+    `num_reqs`, the last argument by position, is None or one element, the number of leading rows in use: rows from
+    there on have no request. The op itself does not take it, see `_used_rows`.
+"""
+ring_reset.__doc__ = _ring_reset.__doc__ + NUM_REQS
+
+
+def _used_rows(op: str, block_tables, idx_mapping: Optional[Tensor], num_reqs: Optional[Tensor]) -> Optional[Tensor]:
+    """idx_mapping in which rows from num_reqs on have no request. One small kernel, which a compiled step fuses."""
+    if num_reqs is None:
+        return idx_mapping
+    if not isinstance(num_reqs, Tensor) or num_reqs.numel() != 1:
+        raise TypeError(f"{op}: num_reqs is {num_reqs}, expected a tensor of one element")
+    rows = block_tables.shape[1]
+    row = torch.arange(rows, dtype=torch.int32, device=block_tables.device)
+    if idx_mapping is not None and idx_mapping.shape != row.shape:
+        return idx_mapping  # which the op refuses
+    return torch.where(row < num_reqs.reshape(()), row if idx_mapping is None else idx_mapping, -1)
 
 
 @register(mutates=("ring_start", "ring_committed", "src_slots", "dst_slots", "plan_start", "plan_count"),
@@ -180,10 +214,10 @@ def _ring_commit(
 def ring_commit(
     ring_start: Tensor,
     ring_committed: Tensor,
-    src_slots: Tensor,
-    dst_slots: Tensor,
-    plan_start: Tensor,
-    plan_count: Tensor,
+    src_slots: Optional[Tensor],
+    dst_slots: Optional[Tensor],
+    plan_start: Optional[Tensor],
+    plan_count: Optional[Tensor],
     block_tables: Tensor,
     query_start_loc: Optional[Tensor] = None,
     query_lens: Optional[Tensor] = None,
@@ -192,6 +226,7 @@ def ring_commit(
     is_prefilling: Optional[Tensor] = None,
     live_cols: Optional[Tensor] = None,
     idx_mapping: Optional[Tensor] = None,
+    num_reqs: Optional[Tensor] = None,
     *,
     block_size: int,
     window: int,
@@ -204,13 +239,19 @@ def ring_commit(
     for name, value in required.items():
         if value is None:
             raise TypeError(f"ring_commit: missing a required argument: '{name}'")
+    plans = src_slots, dst_slots, plan_start, plan_count
+    if not materialize and all(plan is None for plan in plans):  # written, and read by nobody
+        plans = tuple(block_tables.new_empty(block_tables.shape[:2], dtype=torch.int32) for _ in plans)
+    idx_mapping = _used_rows("ring_commit", block_tables, idx_mapping, num_reqs)
     return _ring_commit(
-        ring_start, ring_committed, src_slots, dst_slots, plan_start, plan_count, block_tables, query_start_loc,
+        ring_start, ring_committed, *plans, block_tables, query_start_loc,
         query_lens, num_computed, num_accepted, is_prefilling, live_cols, idx_mapping, block_size=block_size,
         window=window, ring_len=ring_len, post_step=post_step, materialize=materialize)
 
 
-ring_commit.__doc__ = _ring_commit.__doc__
+ring_commit.__doc__ = _ring_commit.__doc__ + NUM_REQS + """
+    With materialize=False the four plan tensors may be None.
+"""
 
 
 def _compact_values(plan_count, num_reqs) -> None:
