@@ -83,6 +83,7 @@ COUNTS = {
     "gather_replay_rows": ("window", (3, 4, 5, 6)),
     "swa_indices": ("block_size", (3, 4, 5, 6)),
     "ring_commit": ("block_size", (3, 4, 5, 6)),
+    "ring_advance": ("ring_len", (20, 21, 22, 23)),
     "mamba2_replay": ("window", (16, 15, 14, 13)),
     "gdn_replay": ("window", (16, 15, 14, 13)),
     "kda_replay": ("window", (16, 15, 14, 13)),

@@ -100,6 +100,8 @@ paged_attention(Tensor q, Tensor cache, Tensor block_table, Tensor seq_lens, Ten
     query_lens=None, *, float scale) -> Tensor
 prepare_positions(Tensor(a0!) positions, Tensor(a1!) seq_lens, Tensor idx_mapping, Tensor query_start_loc,
     Tensor num_computed, Tensor? query_lens=None) -> ()
+ring_advance(Tensor(a0!) ring_start, Tensor(a1!) ring_committed, Tensor slots, Tensor query_lens, Tensor
+    num_accepted, Tensor? is_prefilling=None, Tensor? num_reqs=None, *, SymInt window, SymInt ring_len) -> ()
 ring_commit(Tensor(a0!) ring_start, Tensor(a1!) ring_committed, Tensor(a2!) src_slots, Tensor(a3!) dst_slots,
     Tensor(a4!) plan_start, Tensor(a5!) plan_count, Tensor block_tables, Tensor? query_start_loc, Tensor?
     query_lens, Tensor num_computed, Tensor num_accepted, Tensor is_prefilling, Tensor? live_cols, Tensor?

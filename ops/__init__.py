@@ -12,7 +12,7 @@ from .kda.op import kda_materialize, kda_replay, kda_update
 from .mamba2.op import mamba2_materialize, mamba2_replay, mamba2_update
 from .prefill.op import conv_prefill, gdn_prefill, kda_prefill, mamba2_prefill
 from .registry import OPS
-from .ring.op import compact_active, gather_block_tables, ring_commit, ring_reset
+from .ring.op import compact_active, gather_block_tables, ring_advance, ring_commit, ring_reset
 from .ring.transfer import ring_export, ring_import
 from .scan.op import delta_prefill, ssd_prefill
 from .tokens.op import compute_slot_mappings, gather_replay_rows, pad_replayed_slots, prepare_positions, write_kv
@@ -45,6 +45,7 @@ __all__ = [
     "pad_replayed_slots",
     "paged_attention",
     "prepare_positions",
+    "ring_advance",
     "ring_commit",
     "ring_export",
     "ring_import",

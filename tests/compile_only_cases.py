@@ -92,6 +92,7 @@ def ring_cases() -> list[tuple]:
     return [
         *cases("gather_block_tables", ring.gather, {}),
         *cases("ring_reset", ring.reset, {}),
+        *cases("ring_advance", ring.advance, {}, dict(num_reqs=3, prefilling=0.0)),
         *cases("ring_commit", ring.commit, dict(materialize=False, live=False), dict(uniform=False, post_step=True)),
         *cases("compact_active", ring.compact, {}),
     ]

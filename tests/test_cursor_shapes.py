@@ -9,14 +9,16 @@ from torch_replay.ops.samples import samples
 
 CURSORS = ("ring_start", "ring_committed")
 TAKING = [op for op, entry in OPS.items() if {*CURSORS} <= {*entry.signature.parameters}]
-GROUPED = ("ring_start", "ring_committed", "block_tables", "src_slots", "dst_slots", "plan_start", "plan_count")
+GROUPED = ("ring_start", "ring_committed", "block_tables", "src_slots", "dst_slots", "plan_start", "plan_count",
+           "slots")
 
 
 def one_group(sample) -> dict:
     """The sample's arguments; of an op over groups those of the first group."""
     arguments = named(sample.op, *sample.make())
     if OPS[sample.op].cursor_dims == 2:
-        arguments.update({name: arguments[name][:1] for name in GROUPED if name in arguments})
+        arguments.update({name: arguments[name][:1] for name in GROUPED
+                          if name in arguments and arguments[name].dim() > 1})
     return arguments
 
 

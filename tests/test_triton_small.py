@@ -20,6 +20,7 @@ from torch_replay.ops.tokens import samples as token_samples
 pytestmark = on_device
 
 TRUTHS = {"gather_block_tables": truth_ring, "ring_reset": truth_ring, "ring_commit": truth_ring,
+          "ring_advance": truth_ring,
           "compact_active": truth_ring, "conv_replay": truth_conv, "prepare_positions": truth_tokens,
           "compute_slot_mappings": truth_tokens, "pad_replayed_slots": truth_tokens, "gather_replay_rows": truth_tokens,
           "write_kv": truth_tokens}

@@ -33,6 +33,24 @@ def gather_block_tables(block_tables, request_tables, idx_mapping, num_reqs):
                 block_tables[g, row] = request_tables[g, int(idx_mapping[row])]
 
 
+def ring_advance(ring_start, ring_committed, slots, query_lens, num_accepted, is_prefilling, num_reqs, window,
+                 ring_len):
+    slots = slots.view(len(ring_start), -1)
+    for row in range(slots.shape[1] if num_reqs is None else int(num_reqs)):
+        q = int(query_lens[row])
+        for g, slot in enumerate(slots[:, row].tolist()):
+            if slot == 0 or q == 0:
+                continue
+            start, committed = int(ring_start[g, slot]), int(ring_committed[g, slot])
+            if is_prefilling is not None and is_prefilling[row]:
+                start, committed = 0, 0
+            else:
+                if committed + q > window:
+                    start, committed = (start + committed) % ring_len, 0
+                committed += min(max(int(num_accepted[row]), 0), q)
+            ring_start[g, slot], ring_committed[g, slot] = start, committed
+
+
 def ring_reset(ring_start, ring_committed, block_tables, src_cols, dst_cols, idx_mapping):
     old_start, old_committed = ring_start.clone(), ring_committed.clone()
     groups, rows, _ = block_tables.shape

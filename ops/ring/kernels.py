@@ -241,3 +241,48 @@ def compact_active(plan_count, num_reqs, *, out) -> None:
     _compact_rows_kernel[(1,)](
         active_rows, active_rows.stride(0), num_active, plan_count, *plan_count.stride(), num_reqs, groups, rows,
         BLOCK_B=max(ROWS, triton.next_power_of_2(rows)), num_warps=8)
+
+
+@jit_once
+def _advance_cursors_kernel(
+    p_start, start_group, start_slot, p_committed, committed_group, committed_slot, p_slots, slots_group, slots_row,
+    p_lens, lens_stride, p_accepted, accepted_stride, p_prefilling, prefilling_stride, p_num_reqs, rows, window,
+    ring_len, BLOCK: tl.constexpr,
+):
+    """Rows of one group, a lane each: no two of them have one slot."""
+    i_group = tl.program_id(1).to(tl.int64)
+    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    used = row < rows
+    if p_num_reqs is not None:
+        used = used & (row < tl.load(p_num_reqs))
+    q = _load_i64(p_lens, row * lens_stride, used, 0)
+    slot = _load_i64(p_slots, i_group * slots_group + row * slots_row, used, 0)
+    moved = (q > 0) & (slot > 0)
+    accepted = tl.minimum(tl.maximum(_load_i64(p_accepted, row * accepted_stride, moved, 0), 0), q)
+    p_start += i_group * start_group + slot * start_slot
+    p_committed += i_group * committed_group + slot * committed_slot
+    start = tl.load(p_start, mask=moved, other=0)
+    committed = tl.load(p_committed, mask=moved, other=0)
+    flushed = committed + q > window
+    start = tl.where(flushed, (start + committed) % ring_len, start)
+    committed = tl.where(flushed, 0, committed) + accepted
+    if p_prefilling is not None:
+        prefill = tl.load(p_prefilling + row * prefilling_stride, mask=moved, other=0).to(tl.int32) != 0
+        start = tl.where(prefill, 0, start)
+        committed = tl.where(prefill, 0, committed)
+    tl.store(p_start, start.to(tl.int32), mask=moved)
+    tl.store(p_committed, committed.to(tl.int32), mask=moved)
+
+
+def ring_advance(
+    ring_start, ring_committed, slots, query_lens, num_accepted, is_prefilling=None, num_reqs=None, *, window, ring_len,
+) -> None:
+    rows, groups = len(query_lens), len(ring_start)
+    if rows == 0:
+        return
+    of_groups = slots if slots.dim() == 2 else slots.unsqueeze(0)
+    _advance_cursors_kernel[(triton.cdiv(rows, 32), groups)](
+        ring_start, *ring_start.stride(), ring_committed, *ring_committed.stride(), of_groups, *of_groups.stride(),
+        query_lens, query_lens.stride(0), num_accepted, num_accepted.stride(0), is_prefilling,
+        0 if is_prefilling is None else is_prefilling.stride(0), num_reqs, rows, window, ring_len, BLOCK=32,
+        num_warps=1)

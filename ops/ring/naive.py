@@ -64,6 +64,28 @@ def ring_reset(ring_start, ring_committed, block_tables, src_cols, dst_cols, idx
         store_cursors(cursors, scatter_slots(cursors, target, moved, new))
 
 
+def advanced_rows(slots, query_lens, num_reqs) -> tuple[Tensor, Tensor]:
+    """Slots whose cursors move, int64 [G, B], 0 where none does; tokens of each row, int64 [B]."""
+    q = query_lens.long()
+    if num_reqs is not None:
+        q = torch.where(torch.arange(len(q), device=q.device) < num_reqs.reshape(()), q, 0)
+    return torch.where(q > 0, slots.long().view(-1, len(q)), 0), q
+
+
+def ring_advance(
+    ring_start, ring_committed, slots, query_lens, num_accepted, is_prefilling=None, num_reqs=None, *, window, ring_len,
+) -> None:
+    at, q = advanced_rows(slots, query_lens, num_reqs)
+    start, committed = ring_start.gather(1, at).long(), ring_committed.gather(1, at).long()
+    flushed = committed + q > window
+    start = torch.where(flushed, (start + committed) % ring_len, start)
+    committed = torch.where(flushed, 0, committed) + torch.minimum(num_accepted.long().clamp(min=0), q)
+    for cursors, new in ((ring_start, start), (ring_committed, committed)):
+        if is_prefilling is not None:
+            new = torch.where(is_prefilling != 0, 0, new)
+        store_cursors(cursors, scatter_slots(cursors, at, at > 0, new))
+
+
 class CommitRows(NamedTuple):
     """What a commit step does, by row [B], by group and row [G, B], by row and column [B, C]. All bool or int64."""
 

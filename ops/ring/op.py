@@ -17,7 +17,7 @@ from .. import check
 from ..check import INDEX, Shapes, require
 from ..registry import register
 from . import naive
-from .values import commit_values, gather_values, reset_values
+from .values import advance_values, commit_values, gather_values, reset_values
 
 I32 = (torch.int32,)
 FLAG = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)
@@ -252,6 +252,57 @@ def ring_commit(
 ring_commit.__doc__ = _ring_commit.__doc__ + NUM_REQS + """
     With materialize=False the four plan tensors may be None.
 """
+
+
+@register(mutates=("ring_start", "ring_committed"), cpu=naive.ring_advance,
+          cuda="torch_replay.ops.ring.kernels", check_values=advance_values, cursor_dims=2)
+def ring_advance(
+    ring_start: Tensor,
+    ring_committed: Tensor,
+    slots: Tensor,
+    query_lens: Tensor,
+    num_accepted: Tensor,
+    is_prefilling: Optional[Tensor] = None,
+    num_reqs: Optional[Tensor] = None,
+    *,
+    window: int,
+    ring_len: int,
+) -> None:
+    """The commit of a host without snapshots: cursors move as by `ring_commit`, everything is given by row.
+
+    With q = query_lens[b] and `accepted` clamped to [0, q], the cursors of the row's slot in each group:
+
+    * a row with q = 0 and a null slot (0) move nothing;
+    * decode: flushed iff committed + q > window, by the forward. Flushed: start = (start + committed) % R and
+      committed = accepted; else committed += accepted;
+    * prefill, whose forward wrote the checkpoint itself: 0, 0.
+
+    Args:
+        ring_start, ring_committed: [G, S] int32 cursors, or [S] with one group. Mutated: slots of rows with tokens.
+        slots: [G, B] slots that the rows live in, or [B] with one group.
+        query_lens: [B] tokens of each row in this step.
+        num_accepted: [B] tokens that stay, the sampled one included. Read for decode rows only.
+        is_prefilling: [B] bool or integer, the route that this forward took; None: all rows decoded.
+        num_reqs: one element, the number of leading rows in use; None: all.
+        window: W of this forward, 0 for the small-batch route. ring_len: R.
+
+    Raises:
+        ValueError: shapes, dtypes, sizes; on a CPU also slots, lengths and cursors out of range, a decode row longer
+            than the window (when that is not 0), and a slot that two rows of a group live in.
+    """
+    shapes = Shapes("ring_advance")
+    op = shapes.op
+    shapes("ring_start", ring_start, "G S", I32)
+    shapes("ring_committed", ring_committed, "G S", I32)
+    shapes.require_tensor("slots", slots)
+    shapes("slots", slots.unsqueeze(0) if slots.dim() == 1 else slots, "G B", INDEX)
+    shapes("query_lens", query_lens, "B", INDEX)
+    shapes("num_accepted", num_accepted, "B", INDEX)
+    shapes("is_prefilling", is_prefilling, "B", FLAG)
+    if num_reqs is not None:
+        shapes.count("num_reqs", num_reqs)
+    require(window >= 0, op, "window", window, "0 or more")
+    require(ring_len > window, op, "ring_len", ring_len, f"more than window = {window}")
 
 
 def _compact_values(plan_count, num_reqs) -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..samples import Rng, cursors, table
+from ..samples import Rng, cursors, query_lengths, row_slots, table
 
 
 def mapping(rng: Rng, rows: int, reqs: int, empty: int = 0, dtype=torch.int32):
@@ -96,6 +96,23 @@ def commit(rng: Rng, groups=2, rows=6, reqs=9, columns=5, tokens=4, window=16, r
                 block_size=block_size, window=window, ring_len=ring_len, post_step=post_step, materialize=materialize)
 
 
+def advance(rng: Rng, groups=2, rows=6, tokens=4, window=16, ring_len=None, padded=1, prefilling=0.3, num_reqs=None,
+            by_group=True, dtype=torch.int32, flag=torch.bool):
+    """Accepted counts beyond q on either side, null slots, q = 0 and q = T; rows from num_reqs on are stale."""
+    ring_len = ring_len or max(window, tokens) + tokens
+    slots = 2 * rows + 1
+    start, committed = ring_cursors(rng, groups, slots, window or tokens, ring_len)
+    where = torch.stack([row_slots(rng, rows, slots, padded if rows > 1 else 0, dtype) for _ in range(groups)])
+    lens = query_lengths(rng, rows, tokens).to(dtype)
+    accepted = rng.integers(-1, tokens + 2, rows, dtype=dtype)
+    routes = (rng.uniform(0, 1, rows) < prefilling).to(flag) if prefilling else None
+    if num_reqs is not None:
+        where[:, num_reqs:], lens[num_reqs:] = 999, -7
+    count = None if num_reqs is None else rng.tensor([num_reqs], dtype)
+    return (start, committed, where if by_group else where[0], lens, accepted, routes, count), dict(
+        window=window, ring_len=ring_len)
+
+
 def compact(rng: Rng, groups=2, rows=7, num_reqs=5, share=0.4, zero_dim=False, dtype=torch.int32):
     """Plans also in rows behind num_reqs, which are stale."""
     count = rng.integers(0, 17, groups, rows, dtype=dtype)
@@ -134,4 +151,13 @@ SAMPLES = table("gather_block_tables", gather, {
     "no_requests": dict(num_reqs=0),
     "nothing_planned": dict(share=0.0),
     "all_planned_int64": dict(num_reqs=7, share=1.0, dtype=torch.int64),
+}) + table("ring_advance", advance, {
+    "typical": dict(),
+    "decode_only": dict(prefilling=0.0, rows=9),
+    "padded_int64": dict(num_reqs=3, dtype=torch.int64, flag=torch.int32),
+    "no_requests": dict(num_reqs=0),
+    "slots_by_row": dict(groups=1, by_group=False),
+    "one_row": dict(groups=1, rows=1, tokens=1),
+    "small_batch_route": dict(window=0, ring_len=20, prefilling=0.0),
+    "odd_sizes": dict(groups=3, rows=40, tokens=3, window=7, ring_len=13, flag=torch.uint8),
 })

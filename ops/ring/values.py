@@ -5,7 +5,7 @@ On a GPU the same mistakes are not seen: looking at values would need a host syn
 
 import torch
 
-from ..check import fail, require_range
+from ..check import fail, require_distinct_slots, require_range
 from . import naive
 
 
@@ -30,6 +30,28 @@ def reset_values(ring_start, ring_committed, block_tables, src_cols, dst_cols, i
         named = named[named > 0]
         if named.unique().numel() != named.numel():
             fail(op, "dst_cols", f"naming slots {named.tolist()} of group {group}", "every slot at most once")
+
+
+def advance_values(
+    ring_start, ring_committed, slots, query_lens, num_accepted, is_prefilling=None, num_reqs=None, *, window, ring_len,
+) -> None:
+    op, rows = "ring_advance", len(query_lens)
+    if num_reqs is not None:
+        require_range(op, "num_reqs", num_reqs, 0, rows)
+    moving, q = naive.advanced_rows(slots, query_lens, num_reqs)
+    require_range(op, "query_lens", q, 0, ring_len if is_prefilling is None else 2**31 - 1)
+    require_range(op, "slots", moving, 0, ring_start.shape[1] - 1)
+    decoding = torch.ones_like(q, dtype=torch.bool) if is_prefilling is None else is_prefilling == 0
+    if window > 0:
+        require_range(op, "query_lens", q[decoding], 0, window)
+    for group, named in enumerate(moving):
+        require_distinct_slots(op, "slots", named)
+        row = ((named > 0) & decoding).nonzero().squeeze(1)
+        committed = ring_committed[group, named[row]]
+        require_range(op, "ring_start", ring_start[group, named[row]], 0, ring_len - 1)
+        require_range(op, "ring_committed", committed, 0, window or ring_len)
+        if (committed + q[row] > ring_len).any():
+            fail(op, "ring_len", ring_len, f"room for committed + q = {int((committed + q[row]).max())} rows")
 
 
 def commit_values(
