@@ -10,12 +10,12 @@ import torch
 from tiny import engine, tiny_model
 
 from torch_replay import SamplingParams
-from torch_replay.command.audit import PRESETS, _preset, decode_target
-from torch_replay.command.cli import main
+from torch_replay.command.audit import _preset, decode_target
 from torch_replay.graphs.audit import RULES, AuditError, audit
 from torch_replay.graphs.audit_cuda import CudaWatch
 from torch_replay.graphs.audit_report import render_html, render_text
 from torch_replay.testing import assert_one_graph
+from torch_replay_command import PRESETS, main
 
 FOLDER = Path(examples.__file__).parent
 GPU_RULES = ("skips", "partitions", "copied", "recordings", "launches")

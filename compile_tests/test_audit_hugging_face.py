@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from torch_replay.command.cli import main
+from torch_replay_command import main
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
 

@@ -296,7 +296,7 @@ def callback_raises(agreement) -> list[int]:
 def eager_command(fail_on_rank: Optional[int] = None, argv: Optional[list[str]] = None) -> int:
     """`torch-replay` with a decode step that is not compiled; prefill fails on the rank named."""
     import torch_replay.engine.decode_step as step
-    from torch_replay.command.cli import main
+    from torch_replay_command import main
 
     step.compile_alone = lambda method, **options: method
     if fail_on_rank is not None and int(os.environ["RANK"]) == fail_on_rank:
@@ -306,10 +306,10 @@ def eager_command(fail_on_rank: Optional[int] = None, argv: Optional[list[str]] 
 
 def command(agreement, argv: list[str]) -> tuple[int, str, str]:
     """The command as `torchrun` starts it, in a process that is a rank already: status, stdout, stderr."""
-    from torch_replay.command import cli
+    from torch_replay.command import generate
 
-    cli.launched_by_torchrun = lambda: True
-    cli.StepAgreement = SimpleNamespace(from_torchrun=lambda cuda, timeout: agreement)
+    generate.launched_by_torchrun = lambda: True
+    generate.StepAgreement = SimpleNamespace(from_torchrun=lambda cuda, timeout: agreement)
     os.environ.update(RANK=str(agreement.rank), LOCAL_RANK=str(agreement.rank))
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -11,6 +11,7 @@ from tiny import tiny_model
 
 import torch_replay.command.bench as bench
 from torch_replay.ops.registry import OPS, override_kernel
+from torch_replay_command import parser
 
 contestants, families, ops, report, schedule, small_ops = (
     bench.load(name) for name in ("contestants", "families", "ops", "report", "schedule", "small_ops"))
@@ -19,9 +20,7 @@ CPU = torch.device("cpu")
 
 
 def parse(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    bench.add_parser(parser.add_subparsers(dest="command", required=True))
-    return parser.parse_args(["bench", *arguments])
+    return parser().parse_args(["bench", *arguments])
 
 
 def options(**changed) -> types.SimpleNamespace:
@@ -191,7 +190,7 @@ def test_command_line(capsys, tmp_path):
     """`bench ops --json --output F` prints and writes the same object."""
     arguments = parse("ops", "--device", "cpu", "--batch", "1", "--quick", "--seconds", "0.0001", "--json",
                       "--geometry", "tiny-mamba2", "--output", str(tmp_path / "rows.json"))
-    assert arguments.run(arguments) == 0
+    assert bench.run(arguments) == 0
     assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "rows.json").read_text())
 
 
@@ -200,9 +199,32 @@ def test_without_a_clone(monkeypatch, tmp_path):
     from torch_replay.command.options import UserError
 
     monkeypatch.setattr(bench, "FOLDER", tmp_path / "benchmarks")
+    monkeypatch.chdir(tmp_path)
     arguments = parse("ops", "--device", "cpu")
     with pytest.raises(UserError, match="from a clone of the repository"):
-        arguments.run(arguments)
+        bench.run(arguments)
+
+
+def test_installed_package_in_a_clone(monkeypatch, tmp_path):
+    """After README's install the package lies elsewhere: the scripts are those of the clone that one stands in."""
+    scripts = bench.FOLDER
+    monkeypatch.setattr(bench, "FOLDER", tmp_path / "benchmarks")
+    monkeypatch.chdir(scripts.parent / "tests")
+    assert bench.folder() == scripts
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_default_device(monkeypatch, capsys, cuda):
+    """`bench ops` takes a GPU where there is one, and says what it took; a device that is asked for needs no word."""
+    seen = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: int(cuda))
+    monkeypatch.setattr(bench, "load", lambda name: types.SimpleNamespace(
+        run=lambda arguments: seen.append(arguments.device) or {}))
+    for given in ([], ["--device", "cpu"]):
+        assert bench.run(parse("ops", "--json", *given)) == 0
+    assert seen == ["cuda" if cuda else "cpu", "cpu"]
+    assert capsys.readouterr().err == f"torch-replay: measures on {seen[0]} (--device)\n"
 
 
 def test_drift_on_a_few_cycles():

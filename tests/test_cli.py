@@ -1,24 +1,34 @@
 """The command as a user types it: text, JSON, errors in one line."""
 
+import dataclasses
+import inspect
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from torch_replay.command.cli import main
+import torch_replay
+import torch_replay_command
+from torch_replay import EngineConfig, SamplingParams
+from torch_replay.command import bench, generate
+from torch_replay.command.options import FLAGS, in_flags
 from torch_replay.models import small_model_dir
+from torch_replay_command import main
 
 ROOT = Path(__file__).resolve().parent.parent
+GENERATE_HELP = torch_replay_command.parser()._subparsers._group_actions[0].choices["generate"].format_help()
 
 
 @pytest.fixture(autouse=True)
 def eager_steps(monkeypatch):
-    """These tests are about the command; compiled steps are tested in compile_tests."""
+    """These tests are about the command; --compile compiles nothing. Compiled steps are tested in compile_tests."""
     import torch_replay.engine.decode_step as step
 
     monkeypatch.setattr(step, "compile_alone", lambda method, **options: method)
@@ -117,13 +127,74 @@ def test_without_a_compiler(capsys, monkeypatch):
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", missing)
+    monkeypatch.setattr("torch_replay.ops.native.build.compiler", lambda: None)
     monkeypatch.setattr("torch_replay.engine.decode_step.compile_alone",
                         lambda *args, **options: pytest.fail("compiles"))
-    for options, warned in (([], True), (["--eager"], False)):
+    for options, warned in (([], True), (["--compile"], True), (["--eager"], False)):
         assert main(["generate", "x", "--max-tokens", "2", "--json", *options]) == 0
         out, err = capsys.readouterr()
         assert len(json.loads(out)["requests"]) == 1
         assert err == "" if not warned else "no C++ compiler was found" in err and len(err.splitlines()) == 1
+
+
+def test_what_compiles(capsys, monkeypatch):
+    """On a CPU steps compile with --compile alone, and write the same text; a GPU compiles unless told --eager."""
+    compiled = []
+    monkeypatch.setattr("torch_replay.engine.decode_step.compile_alone",
+                        lambda method, **options: compiled.append(method) or method)
+    tokens, counts = [], []
+    for options in ([], ["--eager"], ["--compile"]):
+        tokens.append(run_json(capsys, "x", "--max-tokens", "4", *options)["requests"][0]["token_ids"])
+        counts.append(len(compiled))
+    assert counts[:2] == [0, 0] and counts[2] > 0 and tokens[0] == tokens[1] == tokens[2]
+    gpu = torch.device("cuda")
+    assert [generate._compiles(asked, gpu) for asked in (None, True, False)] == [True, True, False]
+    with pytest.raises(SystemExit):
+        main(["generate", "x", "--compile", "--eager"])
+
+
+def test_messages_speak_of_flags(capsys, monkeypatch):
+    """What an engine or a request refuses is told by the name of the flag that gave it."""
+    assert main(["generate", "word " * 3000]) == 2
+    assert "torch-replay: prompt 1: PROMPT: expected 1 to" in capsys.readouterr().err
+    fields = {field.name for field in (*dataclasses.fields(EngineConfig), *dataclasses.fields(SamplingParams))}
+    for field, flag in FLAGS.items():
+        assert field in fields | {"prompt_ids"}, "a field of this name is no longer there"
+        assert in_flags(f"{field} is 3, expected 2") == f"{flag} is 3, expected 2"
+        assert flag == "PROMPT" or flag in GENERATE_HELP
+    source = inspect.getsource(generate._serve)
+    given = set(re.findall(r"(\w+)=[^=]*?arguments\.", source)) & fields
+    assert given - set(FLAGS) == set(), "a flag sets this field, and messages would name the field"
+
+
+@pytest.mark.parametrize("arguments, status, said", [
+    (["--help"], 0, "generate"), (["--version"], 0, "torch_replay 0."), (["generate", "--help"], 0, "--compile"),
+    (["generate", "--version"], 0, "torch_replay 0."), (["audit", "--help"], 0, "TARGET"),
+    (["bench", "--help"], 0, "drift"), (["bench", "ops", "--help"], 0, "--geometry"), (["info", "--help"], 0, "--json"),
+    (["generate", "--spec", "99"], 2, "expected an integer from 0 to 15"),
+    (["audit", "nomod:f"], 2, "TARGET nomod:f: cannot import nomod: there is no such module\n"),
+    (["audit", "json:dumps", "--inputs", "nomod.sub:f"], 2, "--inputs nomod.sub:f: cannot import nomod"),
+])
+def test_answers_without_torch(arguments, status, said):
+    """Help, version, bad flags and modules that are nowhere: answered without importing torch or the package."""
+    code = ("import sys\nfrom torch_replay_command import main\ntry:\n    status = main(sys.argv[1:])\n"
+            "except SystemExit as stop:\n    status = stop.code or 0\n"
+            "assert not {'torch', 'torch_replay', 'numpy'} & set(sys.modules), 'imported'\nsys.exit(status)\n")
+    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == status and said in done.stdout + done.stderr, done.stderr
+
+
+def test_what_the_parser_repeats():
+    """The parser must not import torch, so it repeats names and numbers of modules that do."""
+    from torch_replay.engine.parallel import TIMEOUT_SECONDS
+    from torch_replay.graphs.audit import RULES
+
+    assert list(torch_replay_command.RULES) == list(RULES)
+    families = bench.load("families")
+    assert set(torch_replay_command.GEOMETRIES) == set(families.GEOMETRIES)
+    assert torch_replay_command.parser().parse_args(["generate"]).rank_timeout == TIMEOUT_SECONDS
+    version = re.search(r"^version = (.*)$", (ROOT / "setup.cfg").read_text(), re.M).group(1)
+    assert version == torch_replay.__version__ == torch_replay_command.__version__
 
 
 def test_dtypes(capsys):
@@ -134,7 +205,7 @@ def test_dtypes(capsys):
 
 def test_reader_that_leaves():
     """`generate | head -1` and prompts that are no UTF-8 end without a traceback."""
-    code = "import sys; from torch_replay.command.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from torch_replay_command import main; sys.exit(main(sys.argv[1:]))"
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run([sys.executable, "-c", code, "info"], cwd=ROOT, stdout=write, stderr=subprocess.PIPE)
@@ -165,13 +236,11 @@ def test_version(capsys):
 
 def test_unwritable_report(capsys, tmp_path):
     """--html is tried before anything runs."""
-    assert main(["audit", "no_such_module:f", "--html", str(tmp_path / "no" / "x.html")]) == 2
-    assert "--html" in capsys.readouterr().err
+    assert main(["audit", "json:dumps", "--html", str(tmp_path / "no" / "x.html")]) == 2
+    assert "torch-replay: --html" in capsys.readouterr().err
 
 
 def test_public_names():
-    import torch_replay
-
     assert {"Engine", "SamplingParams", "nn", "ops"} <= set(dir(torch_replay))
 
 

@@ -25,9 +25,9 @@ from parallel_ranks import (
     waiting_for_another,
 )
 
-from torch_replay.command.cli import main
 from torch_replay.engine.parallel import RankFailure, StepAgreement
 from torch_replay.engine.stats import add_up, summarize
+from torch_replay_command import main
 
 ROOT = Path(__file__).resolve().parent.parent
 SLACK_SECONDS = 5.0  # for two busy cores
@@ -207,7 +207,7 @@ def test_command_with_an_idle_rank(tmp_path):
     argv = [*PROMPTS[:2], "--max-tokens", "5"]
     first, *others = values(run_ranks(tmp_path, 3, command, argv))
     status, out, err = first
-    assert status == 0 and "compiling the decode step" in err and "waiting for the other ranks" in err
+    assert status == 0 and "warming up" in err and "waiting for the other ranks" in err
     order = ["--- prompt 1 of 2\nimport os", "--- prompt 2 of 2\nAnd God said"]
     assert sorted(order, key=out.index) == order
     assert [(out + err).count(line) for line in ("--- prompt", "graph breaks", "rank 0 ", "rank 1 ")] == [2, 1, 1, 1]
@@ -220,7 +220,7 @@ def test_command_with_an_idle_rank(tmp_path):
 def test_command_refuses_on_one_rank(tmp_path):
     """A prompt too long for the rank that has it: its line of reason, status 2 there and 1 elsewhere, soon."""
     first, refused = run_ranks(tmp_path, 2, command, ["short", "long " * 3000])
-    assert refused.value[0] == 2 and "torch-replay: prompt 2: prompt_ids: expected 1 to" in refused.value[2]
+    assert refused.value[0] == 2 and "torch-replay: prompt 2: PROMPT: expected 1 to" in refused.value[2]
     assert first.value[0] == 1 and "torch-replay: rank 0 stops: rank 1 died or hangs" in first.value[2]
     assert first.value[1] == refused.value[1] == "" and first.seconds < 2 + SLACK_SECONDS
 
@@ -229,7 +229,7 @@ def test_command_refuses_on_one_rank(tmp_path):
     ("cuda:0", "--device cuda:0: expected cuda under torchrun"), ("cuda", "--device cuda:1: this machine has no")])
 def test_command_gives_each_rank_a_device(capsys, monkeypatch, device, message):
     """Rank 1 of a machine takes its second GPU; a device for all of them is refused. (Here: no second GPU.)"""
-    monkeypatch.setattr("torch_replay.command.cli.launched_by_torchrun", lambda: True)
+    monkeypatch.setattr("torch_replay.command.generate.launched_by_torchrun", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert main(["generate", "x", "--device", device]) == 2

@@ -1,5 +1,5 @@
 import sys
 
-from .command.cli import main
+from torch_replay_command import main
 
 sys.exit(main())

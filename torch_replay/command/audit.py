@@ -1,6 +1,5 @@
 """`torch-replay audit`: finds the function to audit, a preset or one of the user's, and the calls to make of it."""
 
-import argparse
 import contextlib
 import importlib
 import json
@@ -9,29 +8,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from torch_replay_command import PRESETS
+
 from ..progress import Ticker
 from .options import UserError, find_device, load_model
 
-# preset -> route of the decode step
-PRESETS = {"small": "greedy", "small-sampled": "sampled"}
 PROMPTS = ("for line in lines:", "x")
-
-
-def add_parser(commands) -> None:
-    """Adds `audit` to the command line's subparsers."""
-    parser = commands.add_parser("audit", help="what torch.compile makes of a function", description=(
-        "Runs a function eagerly, compiled, and compiled again, and reports graph breaks, recompiles, clones of "
-        "caches, waits for the device and ops without a fake, with source lines. Exit status 1 when a rule is broken."))
-    parser.set_defaults(run=_run)
-    parser.add_argument("target", metavar="TARGET", help="package.module:callable, the folder of a Hugging "
-                        f"Face model for its decode step, or {' or '.join(PRESETS)} for that of the package's model")
-    parser.add_argument("--inputs", metavar="M:F", help="package.module:factory, called before each of the sweeps: "
-                        "returns the arguments as a tuple, or an iterable of tuples, one for each call (no arguments)")
-    parser.add_argument("--allow", action="append", default=[], type=_allowance, metavar="RULE[=N]",
-                        help="let a rule pass, or up to a value; rules go by the names that --json shows")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    parser.add_argument("--html", metavar="F", help="write the report as a page, too")
-    parser.add_argument("--device", default="cpu", metavar="D", help="cpu or cuda, for presets and folders (cpu)")
 
 
 def decode_target(engine, prompts, params) -> tuple[Callable, Callable]:
@@ -51,18 +33,8 @@ def decode_target(engine, prompts, params) -> tuple[Callable, Callable]:
     return getattr(engine.decode, f"{route}_step"), drive
 
 
-def _allowance(text: str) -> tuple[str, int | None]:
-    from ..graphs.audit import RULES
-
-    rule, equals, value = text.partition("=")
-    if rule not in RULES:
-        raise argparse.ArgumentTypeError(f"{text!r}, expected one of {', '.join(RULES)}")
-    if equals and not value.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r}, expected {rule}=N with an integer N of at least 0")
-    return rule, int(value) if equals else None
-
-
-def _run(arguments) -> int:
+def run(arguments) -> int:
+    """Runs `audit` on parsed arguments."""
     from ..graphs.audit import AuditError, audit
     from ..graphs.audit_report import render_html, render_text
 

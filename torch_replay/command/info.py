@@ -1,6 +1,7 @@
 """Facts for `torch-replay info`: versions, devices, and the kernel behind every op."""
 
 import importlib.metadata
+import json
 import platform
 
 import torch
@@ -10,6 +11,13 @@ from ..ops.native import build
 from ..ops.native import kernels as native
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "numpy", "safetensors", "tokenizers", "transformers")
+
+
+def run(arguments) -> int:
+    """Runs `info` on parsed arguments."""
+    facts = describe()
+    print(json.dumps(facts) if arguments.json else render(facts))
+    return 0
 
 
 def describe() -> dict:

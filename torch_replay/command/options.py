@@ -1,8 +1,6 @@
-"""What several commands share: checked flag values, devices, models, and the error for what a user gave."""
+"""What several commands share: devices, models, and the error for what a user gave."""
 
-import argparse
-import math
-from collections.abc import Callable
+import re
 from pathlib import Path
 
 import torch
@@ -12,32 +10,16 @@ class UserError(Exception):
     """Something the user gave cannot be used; the message is the one line that they see."""
 
 
-def integer(low: int, high: int | None = None) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = None
-        if value is None or value < low or (high is not None and value > high):
-            limit = f"from {low} to {high}" if high is not None else f"of at least {low}"
-            raise argparse.ArgumentTypeError(f"{text!r}, expected an integer {limit}")
-        return value
-
-    return parse
+# field that an engine's message may name -> the flag that set it
+FLAGS = {"num_spec": "--spec", "max_num_seqs": "--batch", "prefix_cache": "--prefix-cache", "replay": "--no-replay",
+         "dtype": "--dtype", "state_dtype": "--state-dtype", "prompt_ids": "PROMPT", "max_tokens": "--max-tokens",
+         "temperature": "--temperature", "top_k": "--top-k", "top_p": "--top-p", "stop": "--stop", "seed": "--seed"}
 
 
-def real(low: float, high: float) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not low <= value <= high or math.isinf(value):
-            limit = f"from {low:g} to {high:g}" if math.isfinite(high) else f"of at least {low:g}"
-            raise argparse.ArgumentTypeError(f"{text!r}, expected a number {limit}")
-        return value
-
-    return parse
+def in_flags(message: str) -> str:
+    """An engine's message about a field, which it names first, as one about the flag."""
+    field = re.match(r"\w+", message)
+    return message if field is None else FLAGS.get(field[0], field[0]) + message[field.end():]
 
 
 def find_device(name: str, local_rank: int | None = None) -> torch.device:
