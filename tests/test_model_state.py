@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny import tiny_model
 
+import torch_replay
 from torch_replay import ReplayContext
 from torch_replay.models.memory import MemoryConfig, ModelMemory
 from torch_replay.states.builders import BUILDERS, FullAttentionBuilder, register_builder
@@ -51,6 +52,20 @@ def step(state, rows, prefilling=None, tokens=None):
 
 def seen(position, window):
     return min(position + 1, window)
+
+
+@pytest.mark.parametrize("name", torch_replay.__all__)
+def test_public_names(name):
+    """What a host writes against is had from the package itself."""
+    assert getattr(torch_replay, name) is not None
+
+
+def test_a_hosts_parts_are_public():
+    """Requests, groups, batches, builders and protocols are among the public names, and are the classes used here."""
+    assert torch_replay.KVGroup is KVGroup and torch_replay.RequestState is RequestState
+    assert torch_replay.register_builder is register_builder
+    assert {"InputBatch", "FullAttentionBuilder", "SlidingWindowBuilder", "RequestLike", "Memory", "Builder"} <= {
+        *torch_replay.__all__}
 
 
 def test_windows_and_blocks_are_a_groups_own():

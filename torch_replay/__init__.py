@@ -21,6 +21,10 @@ _LAZY = {
     "ContextPools": "states.pools", "StateGroup": "states.state_spec", "StateLayer": "states.state_spec",
     "DefaultModelState": "states.model_state", "ReplayModelState": "states.model_state",
     "SpecializedDecodeModelState": "states.specialized_decode",
+    "RequestState": "states.request_state", "InputBatch": "states.request_state", "KVGroup": "states.groups",
+    "register_builder": "states.builders", "FullAttentionBuilder": "states.builders",
+    "SlidingWindowBuilder": "states.builders", "Builder": "states.builders",
+    "Memory": "states.protocols", "Sampling": "states.protocols", "RequestLike": "states.protocols",
     "HybridConfig": "models", "HybridModel": "models",
 }
 __all__ = ["nn", "ops", "set_backend", *_LAZY]
