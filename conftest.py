@@ -1,13 +1,15 @@
 """Without a GPU the Triton kernels run under the interpreter, chosen before Triton is first imported. One thread a
 process: the tensors are small, and processes that share cores spend most of their time in waits for one another's
-threads. No test but its own uses the start-up cache, which would outlive the test. Files that compile or hold a slow
-test come first, so that processes that take file by file end at about the same time."""
+threads; and no processes that compile beside them, each of which would first import torch. No test but its own uses the
+start-up cache, which would outlive the test. Files that compile or hold a slow test come first, so that processes that
+take file by file end at about the same time."""
 
 import gc
 import os
 from collections import Counter
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the processes that tests start inherit it
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch
 

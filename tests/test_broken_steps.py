@@ -18,14 +18,16 @@ from torch_replay import SamplingParams
 from torch_replay.engine.block_pool import BlockPool
 from torch_replay.engine.output import Stream
 from torch_replay.engine.scheduler import Scheduler
+from torch_replay.graphs import transfer
 
 PATTERN = ("mamba2", "swa", "full")
 COUNT = 7
 RUNS = 8
 PARAMS = SamplingParams(max_tokens=COUNT, ignore_eos=True)
-PACKAGES = {Path(torch_replay.__file__).parent, Path(torch_replay.engine.decode_step.__file__).parent}
+ROOT = Path(torch_replay.__file__).parent
+PACKAGES = {ROOT / "engine", ROOT / "states", Path(transfer.__file__).parent}
 HOST = {"engine.py", "scheduler.py", "block_pool.py", "prefix_cache.py", "output.py", "detokenizer.py", "transfer.py",
-        "request_state.py", "model_state.py", "step.py", "prefill.py", "stats.py", "request.py"}
+        "request_state.py", "model_state.py", "decode_step.py", "prefill_step.py", "stats.py", "request.py"}
 OPTIONS = {
     "drafts": {"num_spec": 2},
     "preempted": {"num_blocks": 9},
