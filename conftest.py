@@ -30,4 +30,5 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     gc.collect()
+    gc.set_threshold(20_000)
     gc.freeze()  # modules and tests stay; the collector need not walk them again and again
