@@ -173,3 +173,28 @@ def test_flags_for_numbers():
             OPS[op].wrapper(**given)
         with pytest.raises(Exception, match=f"{op}: {name} is bool"):
             torch.compile(OPS[op].wrapper, backend="eager", fullgraph=True)(**given)
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_tangents_are_refused(op):
+    """Forward-mode differentiation, by the public function and by the overload, also where nothing is recorded."""
+    name = FLOATS[op][0]
+    value, refusal = FIRST[op][name], f"^{op}: called in forward-mode differentiation"
+    for run in (OPS[op].wrapper, OPS[op].overload):
+        for recorded in (True, False):
+            with torch.set_grad_enabled(recorded), pytest.raises(ValueError, match=refusal):
+                torch.func.jvp(lambda given, run=run: run(**{**FIRST[op], name: given}), (value,),
+                               (torch.ones_like(value),))
+        with pytest.raises(ValueError, match=refusal), torch.autograd.forward_ad.dual_level():
+            run(**FIRST[op])
+
+
+def test_tangents_are_refused_while_tracing():
+    """No graph is made that would lose them."""
+    arguments = FIRST["mamba2_replay"]
+
+    def step(x):
+        return torch.func.jvp(lambda x: ops.mamba2_replay(**{**arguments, "x": x}), (x,), (torch.ones_like(x),))
+
+    with pytest.raises(Exception, match="mamba2_replay: called in forward-mode differentiation"):
+        torch.compile(step, backend="eager", fullgraph=True)(arguments["x"])

@@ -19,6 +19,7 @@ import typing
 from typing import Callable, Iterator, Optional, Union
 
 import torch
+from torch.autograd import forward_ad
 
 from . import backends, check
 from .layers import Layers
@@ -66,7 +67,8 @@ def register(
     A CUDA kernel runs with the device of the op's first CUDA tensor as the current one.
 
     The wrapper raises TypeError for an argument of the wrong type and, through the body, ValueError for wrong shapes,
-    dtypes, devices and values. Ops are for inference: arguments that require a gradient raise while autograd records.
+    dtypes, devices and values. Ops are for inference: arguments that require a gradient raise while autograd records,
+    and so does every call in forward-mode differentiation.
     """
 
     def decorate(body: Callable) -> Callable:
@@ -155,6 +157,7 @@ def _implementation(op: Op, device: str) -> Callable:
             if where.index != torch.cuda.current_device():
                 with torch.cuda.device(where):
                     return run(*args, **kwargs)
+        _refuse_tangents(op)
         given = kwargs.pop(OUT, None)
         if torch.is_grad_enabled():
             _refuse_gradients(op, args, kwargs | {"out": given})
@@ -200,6 +203,7 @@ def _served_natively(op: Op, args: tuple, kwargs: dict, results: dict) -> bool:
 
 def _fake(op: Op) -> Callable:
     def run(*args, **kwargs):
+        _refuse_tangents(op)
         given = kwargs.pop(OUT, None)
         if torch.is_grad_enabled():
             _refuse_gradients(op, args, kwargs | {"out": given})
@@ -245,6 +249,14 @@ def _refuse_gradients(op: Op, args: tuple, kwargs: dict) -> None:
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 raise ValueError(f"{op.name}: {name} requires a gradient, expected inference (torch.no_grad())")
+
+
+def _refuse_tangents(op: Op) -> None:
+    """Whichever arguments carry one: `torch.func.jvp` takes its wrappers, and the tangents in them, off before a kernel
+    sees them. One look at a number, for nobody is in forward mode without asking for it."""
+    if forward_ad._current_level >= 0:
+        raise ValueError(f"{op.name}: called in forward-mode differentiation (torch.func.jvp, forward_ad.dual_level), "
+                         "expected inference")
 
 
 def _wrapper(op: Op) -> Callable:
