@@ -36,6 +36,7 @@ def mamba2_cases() -> list[tuple]:
     odd = dict(rows=1, tokens=3, heads=6, dim=33, state_dim=17, groups=3, **ODD_RING)
     return [
         *cases("mamba2_replay", mamba2.replay, *(shape | step for step in STEPS)),
+        *cases("mamba2_replay", mamba2.replay, dict(shape, ragged=False, packed=True, **STEPS[1])),
         *cases("mamba2_replay", mamba2.replay, odd, usual=False),
         *cases("mamba2_update", mamba2.update, *(shape | step for step in STEPS)),
         *cases("mamba2_materialize", mamba2.materialize, layer),
@@ -49,6 +50,7 @@ def delta_cases(family: str, builders) -> list[tuple]:
     layer = dict(layers=1, groups=1, rows=1, **QWEN)
     return [
         *cases(f"{family}_replay", builders.replay, *(shape | step for step in STEPS)),
+        *cases(f"{family}_replay", builders.replay, dict(shape, ragged=False, packed=True, **STEPS[1])),
         *cases(f"{family}_update", builders.update, *(shape | step for step in STEPS)),
         *cases(f"{family}_materialize", builders.materialize, layer),
         *cases(f"{family}_materialize", layer_by_layer(builders.materialize, 0, 1, 2, 3),
