@@ -14,7 +14,7 @@ from torch_replay import SamplingParams
 from torch_replay.ops.mamba2 import naive
 from torch_replay.ops.registry import OPS, override_kernel
 
-TRACES = 200
+TRACES = 80
 PATTERN = ("mamba2", "swa", "gdn", "full", "mlp")
 SEEN = Counter()
 _models, _solo = {}, {}
