@@ -16,7 +16,7 @@ import functools
 import inspect
 import re
 import typing
-from typing import Callable, Iterator, Optional, Union
+from typing import Callable, Iterator, Optional, ParamSpec, TypeVar, Union
 
 import torch
 from torch.autograd import forward_ad
@@ -27,6 +27,8 @@ from .native import kernels as native
 from .overlap import keep_apart
 from .table import LIBRARY, NAMESPACE, OPS, Op
 
+P = ParamSpec("P")  # a checker sees each op with the arguments and results of its body
+R = TypeVar("R")
 _inlining = True  # see `inlining`
 OUT = "output"  # name of `out` in schemas: Dynamo refuses any op's keyword of that name that is not contiguous
 
@@ -41,7 +43,7 @@ def register(
     inline_on_cpu: bool = False,
     cursor_dims: Optional[int] = None,
     out: bool = False,
-) -> Callable:
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorator that registers an op and returns its Python wrapper.
 
     Args:
@@ -71,7 +73,7 @@ def register(
     and so does every call in forward-mode differentiation.
     """
 
-    def decorate(body: Callable) -> Callable:
+    def decorate(body: Callable[P, R]) -> Callable[P, R]:
         name = body.__name__.removeprefix("_")
         if name in OPS:
             return OPS[name].wrapper

@@ -1,5 +1,6 @@
 """The command as a user types it: text, JSON, errors in one line."""
 
+import ast
 import dataclasses
 import inspect
 import io
@@ -9,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from torch_replay import EngineConfig, SamplingParams
 from torch_replay.command import bench, generate
 from torch_replay.command.options import FLAGS, in_flags
 from torch_replay.models import small_model_dir
+from torch_replay.ops import registry
 from torch_replay_command import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -242,6 +245,20 @@ def test_unwritable_report(capsys, tmp_path):
 
 def test_public_names():
     assert {"Engine", "SamplingParams", "nn", "ops"} <= set(dir(torch_replay))
+
+
+def test_types_arrive():
+    """A type checker sees what is imported on first use, from the same modules, and each op as its body declares it."""
+    source = (ROOT / "torch_replay" / "__init__.py").read_text()
+    block = next(node for node in ast.parse(source).body if isinstance(node, ast.If)
+                 and getattr(node.test, "id", "") == "_TYPE_CHECKING")
+    seen = {alias.name: node.module for node in block.body for alias in node.names}
+    assert seen == {"nn": None, **torch_replay._LAZY}
+    body = typing.Callable[registry.P, registry.R]
+    assert typing.get_type_hints(registry.register)["return"] == typing.Callable[[body], body]
+    for op in registry.OPS.values():
+        hints = typing.get_type_hints(op.wrapper)
+        assert set(op.signature.parameters) | {"return"} <= set(hints), op.name
 
 
 BAD = {

@@ -4,6 +4,7 @@ Importing it registers the custom ops (`torch.ops.torch_replay.*`).
 """
 
 import os as _os
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 _here = _os.path.dirname(_os.path.abspath(__file__))
 if not _os.path.isdir(_os.path.join(_here, "ops")):
@@ -12,6 +13,25 @@ if not _os.path.isdir(_os.path.join(_here, "ops")):
 
 from . import ops  # noqa: E402
 from .ops.backends import set_backend  # noqa: E402
+
+if _TYPE_CHECKING:  # what `__getattr__` finds, for a type checker
+    from . import nn as nn
+    from .engine.config import EngineConfig as EngineConfig
+    from .engine.engine import Engine as Engine
+    from .engine.output import RequestOutput as RequestOutput
+    from .engine.parallel import RankFailure as RankFailure
+    from .engine.parallel import StepAgreement as StepAgreement
+    from .engine.request import SamplingParams as SamplingParams
+    from .models import HybridConfig as HybridConfig
+    from .models import HybridModel as HybridModel
+    from .states.model_state import DefaultModelState as DefaultModelState
+    from .states.model_state import ReplayModelState as ReplayModelState
+    from .states.pools import ContextPools as ContextPools
+    from .states.replay_cache import ReplayCache as ReplayCache
+    from .states.replay_context import ReplayContext as ReplayContext
+    from .states.specialized_decode import SpecializedDecodeModelState as SpecializedDecodeModelState
+    from .states.state_spec import StateGroup as StateGroup
+    from .states.state_spec import StateLayer as StateLayer
 
 __version__ = "0.1.0"
 _LAZY = {
