@@ -24,11 +24,21 @@ if _TYPE_CHECKING:  # what `__getattr__` finds, for a type checker
     from .engine.request import SamplingParams as SamplingParams
     from .models import HybridConfig as HybridConfig
     from .models import HybridModel as HybridModel
+    from .states.builders import Builder as Builder
+    from .states.builders import FullAttentionBuilder as FullAttentionBuilder
+    from .states.builders import SlidingWindowBuilder as SlidingWindowBuilder
+    from .states.builders import register_builder as register_builder
+    from .states.groups import KVGroup as KVGroup
     from .states.model_state import DefaultModelState as DefaultModelState
     from .states.model_state import ReplayModelState as ReplayModelState
     from .states.pools import ContextPools as ContextPools
+    from .states.protocols import Memory as Memory
+    from .states.protocols import RequestLike as RequestLike
+    from .states.protocols import Sampling as Sampling
     from .states.replay_cache import ReplayCache as ReplayCache
     from .states.replay_context import ReplayContext as ReplayContext
+    from .states.request_state import InputBatch as InputBatch
+    from .states.request_state import RequestState as RequestState
     from .states.specialized_decode import SpecializedDecodeModelState as SpecializedDecodeModelState
     from .states.state_spec import StateGroup as StateGroup
     from .states.state_spec import StateLayer as StateLayer
