@@ -217,7 +217,9 @@ def test_history_of_a_request_computed_elsewhere():
     state = DefaultModelState(pools, RequestState(pools, 64))
     history, groups = state.requests.history, pools.groups
     history.ids[1] = torch.arange(64)
-    history.lookback.fill_(33)
+    step(state, [(request(index, 4, groups, token_ids=[7] * 4), [5]) for index in range(3)])  # fills three rows
+    assert (history.lookback[:3, 0] == 7).all()
+    state.abandon_step()
     tokens = list(range(40, 60))
     batch, _ = step(state, [(request(1, 20, groups, token_ids=tokens), [5])])
     depth = history.lookback_depth

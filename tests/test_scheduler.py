@@ -410,9 +410,9 @@ def test_sizes_are_checked():
             make(**{name: 0})
     with pytest.raises(TypeError, match="num_spec"):
         make(num_spec=True)
-    with pytest.raises(ValueError, match="different names"):
+    with pytest.raises(ValueError, match="a name of its own"):
         make([KVGroup("a", 4), KVGroup("a", 4)])
-    with pytest.raises(ValueError, match="sliding_window of group 'a'"):
+    with pytest.raises(ValueError, match="group a: sliding_window is 0"):
         make([KVGroup("a", 4, 0)])
     with pytest.raises(ValueError, match="num_blocks"):
         make([KVGroup("a", 1)])

@@ -135,7 +135,11 @@ class DecodeStep:
         self.state.fill(self.inputs, rows)
         if self.download.pinned:
             torch.compiler.cudagraph_mark_step_begin()
-        ticket = self.download.start(self.run[route]())
+        try:
+            ticket = self.download.start(self.run[route]())
+        except BaseException:
+            self.state.abandon_step()
+            raise
         self.state.committed(self.inputs)
         if self.download.pinned:
             self.inputs.upload.sent_before(self.download.event)

@@ -10,7 +10,7 @@ from bisect import insort
 from dataclasses import dataclass, field
 from typing import Optional
 
-from ..states.groups import KVGroup
+from ..states.groups import KVGroup, by_name
 from .block_pool import BlockPool
 from .drafter import Drafter
 from .prefix_cache import Hit, PrefixCache
@@ -93,14 +93,9 @@ class Scheduler:
         self.prefill_rows = check_int("prefill_rows", prefill_rows, 1)
         self.num_spec = check_int("num_spec", num_spec, 0)
         self.drafter = drafter
-        names = [group.name for group in groups]
-        if len(set(names)) != len(names):
-            raise ValueError(f"groups: expected different names, got {names}")
-        self.groups = list(groups)
+        self.groups = list(by_name(groups).values())
         self.full_groups = [group for group in groups if group.prefix_cacheable]
         self.window_groups = [group for group in groups if not group.prefix_cacheable]
-        for group in self.window_groups:
-            check_int(f"sliding_window of group {group.name!r}", group.sliding_window, 1)
         self.pools = {group.name: BlockPool(group.num_blocks) for group in groups}
         self.prefix: Optional[PrefixCache] = None
         if prefix_cache:

@@ -30,6 +30,7 @@ from .groups import INNER_EDGES, KVGroup, by_name
 from .protocols import Memory, RequestLike
 from .replay_context import ReplayContext
 from .request_state import Changes, InputBatch, RequestState
+from .token_history import HostPrefetch
 
 
 class DefaultModelState:
@@ -131,6 +132,8 @@ class DefaultModelState:
     def ragged_inputs(self, rows: int, tokens: int) -> InputBatch:
         """Persistent inputs of steps that mix prompt chunks, decodes and drafts of any lengths, `tokens` in all, packed
         one row after the other. They publish at a row's last edge alone."""
+        if isinstance(self.requests.history, HostPrefetch):
+            raise ValueError("ragged_inputs: the n-gram table is read by the host, expected one that the device reads")
         inputs = self.prefill_inputs(rows, 1, inner=0)
         return InputBatch.empty(rows, tokens, self.memory.device, inputs.changes, ragged=True)
 
@@ -192,8 +195,9 @@ class DefaultModelState:
         if self.requests.device_counters or self.memory.states:
             self._open = inputs
         if history is not None:
+            places = inputs.upload.places
             history.prefetch(rows, self.requests.host.num_computed, before if changes.whole else None,
-                             *inputs.upload.places["input_ids"][1])
+                             places["rows"][1][0], places["input_ids"][1][-1])
 
     def _fill_changes(self, changes: Changes, arrays: dict[str, np.ndarray], index: np.ndarray, before) -> None:
         host, count = self.requests.host, len(index)

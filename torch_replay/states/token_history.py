@@ -37,6 +37,7 @@ class TokenHistory:
         self.store, self.lookback_depth = store, store.depth
         self.ids = torch.zeros(max_reqs + 1, max_len, dtype=torch.int32, device=device)
         self.lookback = torch.full((max_reqs + 1, store.depth), -1, dtype=torch.int32, device=device)
+        self.used_rows = 0  # of the lookback, in the last step
 
     def write_lookback(self, req: Tensor, start: Tensor, tokens: Tensor) -> None:
         """Ids before the chunks of requests `req` [B] from positions `start` [B] on: tokens [B, depth], newest first,
@@ -55,7 +56,11 @@ class TokenHistory:
 
     def prefetch(self, rows: Rows, computed: np.ndarray, before: Optional[list[list[int]]], height: int,
                  width: int) -> None:
-        """Nothing to do: the step looks its rows up itself."""
+        """The step looks its rows up itself. What larger steps left in the lookback behind its own rows goes."""
+        used = len(rows) if before is not None else height
+        if used < self.used_rows:
+            self.lookback[used:].fill_(-1)
+        self.used_rows = used
 
     def contexts(self, input_ids: Tensor, batch, idx_mapping: Tensor, num_reqs: Tensor) -> list[Context]:
         """What each engram layer reads for a step's inputs, [B, T] or packed [tokens], which the history takes over.
@@ -64,7 +69,6 @@ class TokenHistory:
         """
         store, rows = self.store, idx_mapping.shape[0]
         lookback = self.lookback[:rows]
-        self.lookback[rows:].fill_(-1)
         layout = batch.query_start_loc, idx_mapping, num_reqs, batch.query_lens
         ops.engram_lookback(lookback, self.ids, batch.positions, *layout)
         row_ids = store.rows(input_ids.flatten(), batch.positions, batch.query_start_loc, lookback, batch.query_lens)

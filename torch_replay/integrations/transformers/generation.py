@@ -43,8 +43,6 @@ class ReplayGeneration:
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, batch_size,
                                       max_cache_length) -> None:
-        from .replace import make_cache
-
         given = model_kwargs.get("cache")
         assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
         if given is not None and assisted and not isinstance(given, GenerationCache):
@@ -62,7 +60,7 @@ class ReplayGeneration:
             drafts = max(options.num_spec, generation_config.prompt_lookup_num_tokens or 0, getattr(self, "_drafts", 0))
             if generation_config.is_assistant:
                 drafts = max(drafts, generation_config.num_assistant_tokens or 20)
-            cache = make_cache(self, rows, max_len, max(options.window, drafts + 1), drafts)
+            cache = self._new_cache(rows, max_len, max(options.window, drafts + 1), drafts)
             if generation_config.is_assistant:
                 cache.activate_past_recording()
             model_kwargs["cache"] = cache

@@ -63,7 +63,8 @@ class _Mixer(_Replaced):
 
 
 class _Model(_Replaced, ReplayGeneration):
-    pass
+    def _new_cache(self, *args: Any) -> GenerationCache:
+        return make_cache(self, *args)
 
 
 def _original(kind: type) -> type:
