@@ -48,8 +48,8 @@ class TestTypicalCalls(TestCase):
 v0 = auto_functionalized_v2(torch_replay.mamba2_replay, A=A, B=B, C=C, D=D, _B_ring_base_index=2,
     _all_bases=[state, x_ring, B_ring, dt_ring], _dt_ring_base_index=3, _state_base_index=0,
     _state_scale_base_index=None, _x_ring_base_index=1, dt=dt, dt_bias=dt_bias, dt_max=None, dt_min=0.0,
-    dt_softplus=True, philox_rounds=0, query_lens=None, ring_committed=ring_committed, ring_start=ring_start,
-    seed=None, slots=slots, window=16, x=x, z=z)
+    dt_softplus=True, max_query_len=None, philox_rounds=0, query_lens=None, query_start_loc=None,
+    ring_committed=ring_committed, ring_start=ring_start, seed=None, slots=slots, window=16, x=x, z=z)
 v1 = getitem(v0, 0)
 v2 = getitem(v0, 1)
 v3 = getitem(v0, 2)
@@ -66,9 +66,9 @@ return [v1]""")
         self.check("gdn_replay", """\
 v0 = auto_functionalized_v2(torch_replay.gdn_replay, A_log=A_log, _all_bases=[state, u_ring, k_ring, g_ring],
     _g_ring_base_index=3, _k_ring_base_index=2, _state_base_index=0, _state_scale_base_index=None,
-    _u_ring_base_index=1, a=a, b=b, dt_bias=dt_bias, k=k, l2norm=True, philox_rounds=0, q=q, query_lens=None,
-    ring_committed=ring_committed, ring_start=ring_start, scale=0.08838834764831845, seed=None, slots=slots,
-    v=v, window=16)
+    _u_ring_base_index=1, a=a, b=b, dt_bias=dt_bias, k=k, l2norm=True, max_query_len=None, philox_rounds=0,
+    q=q, query_lens=None, query_start_loc=None, ring_committed=ring_committed, ring_start=ring_start,
+    scale=0.08838834764831845, seed=None, slots=slots, v=v, window=16)
 v1 = getitem(v0, 0)
 v2 = getitem(v0, 1)
 v3 = getitem(v0, 2)
@@ -85,9 +85,9 @@ return [v1]""")
         self.check("kda_replay", """\
 v0 = auto_functionalized_v2(torch_replay.kda_replay, A_log=A_log, _all_bases=[state, u_ring, k_ring, g_ring],
     _g_ring_base_index=3, _k_ring_base_index=2, _state_base_index=0, _state_scale_base_index=None,
-    _u_ring_base_index=1, a=a, b=b, dt_bias=dt_bias, k=k, l2norm=True, lower_bound=None, philox_rounds=0, q=q,
-    query_lens=None, ring_committed=ring_committed, ring_start=ring_start, scale=0.08838834764831845,
-    seed=None, slots=slots, v=v, window=16)
+    _u_ring_base_index=1, a=a, b=b, dt_bias=dt_bias, k=k, l2norm=True, lower_bound=None, max_query_len=None,
+    philox_rounds=0, q=q, query_lens=None, query_start_loc=None, ring_committed=ring_committed,
+    ring_start=ring_start, scale=0.08838834764831845, seed=None, slots=slots, v=v, window=16)
 v1 = getitem(v0, 0)
 v2 = getitem(v0, 1)
 v3 = getitem(v0, 2)
@@ -103,7 +103,8 @@ return [v1]""")
         """A convolution writes the ring that it continues from."""
         self.check("conv_replay", """\
 v0 = auto_functionalized_v2(torch_replay.conv_replay, _all_bases=[conv_ring], _conv_ring_base_index=0,
-    bias=bias, positions=positions, query_lens=None, silu=True, slots=slots, weight=weight, x=x)
+    bias=bias, max_query_len=None, positions=positions, query_lens=None, query_start_loc=None, silu=True,
+    slots=slots, weight=weight, x=x)
 v1 = getitem(v0, 0)
 v2 = getitem(v0, 1)
 v3 = aten.copy_(conv_ring, v2)

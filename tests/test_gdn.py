@@ -209,7 +209,7 @@ def test_snapshot_of_zero_rows_is_an_exact_copy(sample):
             src, dst, count = (int(arguments[name][group, row]) for name in ("src_slots", "dst_slots", "count"))
             if count == 0 and src and dst:
                 for name, value in want.items():
-                    value[layer, dst] = before[name][layer, src]
+                    value[layer][dst] = before[name][layer][src]
     call(sample.op, arguments)
     for name, value in want.items():
         assert torch.equal(raw(arguments[name]), raw(value)), name

@@ -65,7 +65,7 @@ def grown(op: str, arguments: dict, monkeypatch) -> dict:
 
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor):
-            value = like(value, letters.get(name) or [""] * value.dim())
+            value = like(value, letters[name][-value.dim() :] if name in letters else [""] * value.dim())
         elif isinstance(value, list):
             value = [like(layer, [""] * layer.dim()) for layer in value]
         large[name] = value

@@ -91,8 +91,8 @@ def gdn_materialize(
     rows, gate_dims = active_rows.shape[0], shape_of(g_ring)[4:]
     tiling = tiling_of(tensors_of(state)[0], gate_dims[0] if gate_dims else 1)
     grid = min(programs_of(rows * layers, heads, tiling), _resident_programs(active_rows.device))
-    # without a limit ptxas spills a word to get below 96; the draws need more than 128
-    limit = {} if philox_rounds else dict(maxnreg=128)
+    # without a limit ptxas spills a word to get below 96; the draws need more than 128, lists of decays by channel 147
+    limit = {} if philox_rounds else dict(maxnreg=168 if isinstance(state, (list, tuple)) else 128)
     _materialize_gdn_kernel[(grid,)](
         *pool_arguments(state, 5), *pool_arguments(state_scale, 4), *pool_arguments(u_ring, 5),
         *pool_arguments(k_ring, 5), *pool_arguments(g_ring, 5),

@@ -120,6 +120,7 @@ def delta_prefill(
     shapes("q", q, "B T H K", WIDE)
     shapes("k", k, "B T H K", WIDE)
     shapes("v", v, "B T HV V", WIDE)
+    shapes.require_tensor("g", g)
     shapes("g", g, "B T HV" if g.dim() == 3 else "B T HV K", WIDE)
     shapes("beta", beta, "B T HV", WIDE)
     shapes("initial_state", initial_state, "B HV V K", WIDE)

@@ -67,8 +67,9 @@ class ModelMemory:
                 self.kv[kind] = torch.zeros(shape, dtype=config.dtype, device=device)
 
     def snapshot_slots(self, snapshot: int) -> list[int]:
-        """Slots of a snapshot, numbered from 1: the same in the pools of every family."""
-        return [self.max_num_seqs + snapshot] * len(self.states)
+        """Slots of a snapshot, numbered from 1: the same in the pools of every group and family."""
+        groups = sum(len(states.groups) for states in self.states.values() if isinstance(states, ReplayContext))
+        return [self.max_num_seqs + snapshot] * groups
 
 
 def replay_context(family: str, layers: list[StateLayer], config: MemoryConfig, device) -> ReplayContext:
